@@ -1,0 +1,39 @@
+"""Rotary linear attention: kernel feature maps, RoPE after them, causal linear attention.
+
+The equation lives in `linear_rope.functional`; start there.
+"""
+
+from linear_rope.attention import KeyValueCache, RotaryLinearAttention, SoftmaxAttention
+from linear_rope.causal import BACKENDS, causal_product
+from linear_rope.feature_maps import (
+    FEATURE_MAPS,
+    FeatureMap,
+    advance_random_features,
+    make_feature_map,
+)
+from linear_rope.functional import AttentionState, linear_attention
+from linear_rope.model import Block, Config, Encoder, LanguageModel
+from linear_rope.rotary import Rotary, rotate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BACKENDS",
+    "FEATURE_MAPS",
+    "AttentionState",
+    "Block",
+    "Config",
+    "Encoder",
+    "FeatureMap",
+    "KeyValueCache",
+    "LanguageModel",
+    "Rotary",
+    "RotaryLinearAttention",
+    "SoftmaxAttention",
+    "__version__",
+    "advance_random_features",
+    "causal_product",
+    "linear_attention",
+    "make_feature_map",
+    "rotate",
+]

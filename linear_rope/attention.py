@@ -1,0 +1,346 @@
+"""Attention layers: projections, heads, and the way in and out of `functional.linear_attention`.
+
+`RotaryLinearAttention` is the layer this library is about; `SoftmaxAttention` has the same
+interface and is the ceiling that comparisons need.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from linear_rope.causal import BACKENDS
+from linear_rope.feature_maps import FeatureMap, make_feature_map
+from linear_rope.functional import DENOMINATORS, ROTATE, AttentionState, linear_attention
+from linear_rope.rotary import Rotary, next_position, resolve_positions
+
+__all__ = ["DECAYS", "KeyValueCache", "RotaryLinearAttention", "SoftmaxAttention"]
+
+DECAYS = ("none", "learned")
+
+# sigmoid(3) = 0.953: at the start a head looks back some 20 tokens, and learns from there.
+GATE_BIAS = 3.0
+
+
+class _Attention(nn.Module):
+    """What both layers share: heads, projections, positions."""
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        head_dim: int | None,
+        value_dim: int | None,
+        causal: bool,
+        dropout: float,
+        bias: bool,
+    ) -> None:
+        super().__init__()
+        if dim < 1 or heads < 1:
+            raise ValueError(f"dim={dim} and heads={heads} must both be at least 1")
+        if head_dim is None:
+            if dim % heads:
+                raise ValueError(
+                    f"heads={heads} does not divide dim={dim}; choose a divisor or give head_dim"
+                )
+            head_dim = dim // heads
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout={dropout} must be in [0, 1)")
+        self.dim, self.heads, self.head_dim, self.causal = dim, heads, head_dim, causal
+        self.value_dim = head_dim if value_dim is None else value_dim
+        self.query = nn.Linear(dim, heads * head_dim, bias=bias)
+        self.key = nn.Linear(dim, heads * head_dim, bias=bias)
+        self.value = nn.Linear(dim, heads * self.value_dim, bias=bias)
+        self.out = nn.Linear(heads * self.value_dim, dim, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+
+    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as (batch, head, time, width): the one rearrangement on the way in."""
+        for name, given in (("x", x), ("context", context)):
+            if given is not None and (given.ndim != 3 or given.shape[-1] != self.dim):
+                raise ValueError(
+                    f"{name} must have shape (batch, time, {self.dim}), got {tuple(given.shape)}"
+                )
+        if context is not None and self.causal:
+            raise ValueError("a context needs causal=False: cross-attention has no common order")
+        source = x if context is None else context
+        q, k, v = self.query(x), self.key(source), self.value(source)
+        q, k, v = (rearrange(y, "b t (h d) -> b h t d", h=self.heads) for y in (q, k, v))
+        return q, k, v
+
+    def _merge(self, heads: Tensor) -> Tensor:
+        """(batch, head, time, width) back to (batch, time, dim): the one on the way out."""
+        return self.dropout(self.out(rearrange(heads, "b h t d -> b t (h d)")))
+
+    def _positions(
+        self,
+        x: Tensor,
+        context: Tensor | None,
+        positions: int | Tensor | None,
+        context_positions: int | Tensor | None,
+        key_mask: Tensor | None,
+        start: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        if context is None and context_positions is not None:
+            raise ValueError("context_positions needs a context; use positions for self-attention")
+        at_q = resolve_positions(
+            x.shape[1],
+            positions,
+            start=start,
+            key_mask=key_mask if context is None else None,
+            batch=x.shape[0],
+            device=x.device,
+        )
+        if context is None:
+            return at_q, at_q
+        at_k = resolve_positions(
+            context.shape[1],
+            context_positions,
+            key_mask=key_mask,
+            batch=x.shape[0],
+            device=x.device,
+        )
+        return at_q, at_k
+
+
+class RotaryLinearAttention(_Attention):
+    """Multi-head linear attention with rotation after (or before) the feature map.
+
+    x (batch, time, dim) -> q, k, v a head -> `linear_attention` (eq. 19) -> merged heads -> output
+    projection.
+
+    Args:
+        dim, heads: model width and number of heads.
+        head_dim, value_dim: widths a head of queries/keys and of values; default dim / heads.
+        feature_map: a name in `FEATURE_MAPS` or a `FeatureMap` made for `head_dim`.
+        features: number of features of a random map (even when they are rotated).
+        redraw_interval: optimizer steps between redraws of a random map, see `RandomFeatures`.
+        rotate: "after" the feature map (eq. 19), "before" it, or "none".
+        rotary_base, rotary_fraction, pairing: see `Rotary`.
+        denominator, output_norm, backend, chunk_size: see `linear_attention`.
+        decay: "none", or "learned": log_decay = logsigmoid(w x + b) a head and token, b = 3 at the
+            start (causal only). Gated as in arXiv 2312.06635, with a scalar instead of a vector.
+        causal: token m sees n <= m (a state can be carried), or all tokens (an encoder).
+        dropout: after the output projection. bias: in the projections.
+
+    Raises:
+        ValueError: at construction for sizes and names that do not fit.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int = 8,
+        *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        feature_map: str | FeatureMap = "elu+1",
+        features: int | None = None,
+        redraw_interval: int | None = None,
+        rotate: str = "after",
+        rotary_base: float = 10000.0,
+        rotary_fraction: float = 1.0,
+        pairing: str = "interleaved",
+        denominator: str = "unrotated",
+        output_norm: bool = False,
+        decay: str = "none",
+        causal: bool = True,
+        dropout: float = 0.0,
+        bias: bool = False,
+        backend: str = "auto",
+        chunk_size: int | None = None,
+    ) -> None:
+        super().__init__(
+            dim,
+            heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            causal=causal,
+            dropout=dropout,
+            bias=bias,
+        )
+        for name, choice, known in (
+            ("rotate", rotate, ROTATE),
+            ("denominator", denominator, DENOMINATORS),
+            ("decay", decay, DECAYS),
+            ("backend", backend, ("auto", *BACKENDS)),
+        ):
+            if choice not in known:
+                raise ValueError(f"{name}={choice!r} is unknown; choose one of: {', '.join(known)}")
+        if decay != "none" and not causal:
+            raise ValueError(f"decay={decay!r} needs causal=True: without an order nothing decays")
+        self.rotate, self.denominator, self.output_norm = rotate, denominator, output_norm
+        self.backend, self.chunk_size = backend, chunk_size
+        if isinstance(feature_map, str):
+            options: dict[str, object] = {"features": features, "redraw_interval": redraw_interval}
+            given = {name: value for name, value in options.items() if value is not None}
+            feature_map = make_feature_map(feature_map, self.head_dim, **given)
+        self.feature_map = feature_map
+        self.rotary = None
+        if rotate != "none":
+            width = feature_map.feature_dim if rotate == "after" else self.head_dim
+            self.rotary = Rotary(width, rotary_base, rotary_fraction, pairing)
+        self.gate = nn.Linear(dim, heads) if decay == "learned" else None
+        if self.gate is not None:
+            nn.init.constant_(self.gate.bias, GATE_BIAS)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        positions: int | Tensor | None = None,
+        context_positions: int | Tensor | None = None,
+        state: AttentionState | None = None,
+        return_state: bool = False,
+    ) -> Any:  # Tensor, or (Tensor, AttentionState) with return_state
+        """Attend.
+
+        Args:
+            x: (batch, time, dim).
+            context: (batch, key time, dim) to attend to instead of x (causal=False only).
+            key_mask: (batch, key time) bool, True at real tokens.
+            positions, context_positions: integers, see `linear_rope.rotary.resolve_positions`.
+            state: from an earlier call, to continue; return_state: also return the new one.
+
+        Returns:
+            (batch, time, dim) in the projections' dtype, and the `AttentionState` if asked for.
+        """
+        q, k, v = self._project(x, context)
+        start = None if state is None else state.position
+        at_q, at_k = self._positions(x, context, positions, context_positions, key_mask, start)
+        gate = None
+        if self.gate is not None:
+            gate = F.logsigmoid(rearrange(self.gate(x), "b t h -> b h t").float())
+        result = linear_attention(
+            q,
+            k,
+            v,
+            feature_map=self.feature_map,
+            rotary=self.rotary,
+            rotate=self.rotate,
+            denominator=self.denominator,
+            causal=self.causal,
+            key_mask=key_mask,
+            log_decay=gate,
+            positions=at_q,
+            key_positions=None if context is None else at_k,
+            output_norm=self.output_norm,
+            state=state,
+            return_state=return_state,
+            backend=self.backend,
+            chunk_size=self.chunk_size,
+        )
+        if return_state:
+            return self._merge(result[0]), result[1]
+        return self._merge(result)
+
+
+class KeyValueCache(NamedTuple):
+    """The state of softmax attention: everything, one more row a token."""
+
+    k: Tensor  # (batch, head, past, head width), rotated
+    v: Tensor  # (batch, head, past, value width)
+    mask: Tensor  # (batch, past) bool, True at real keys
+    position: Tensor  # (batch,) int64: the position of each row's next token
+
+
+class SoftmaxAttention(_Attention):
+    """Softmax attention with rotary embedding: the interface of `RotaryLinearAttention`, O(T^2).
+
+        out_m = sum_n softmax_n( (R_m q_m) . (R_n k_n) / sqrt(D) ) v_n        (RoFormer, eq. 16)
+
+    computed by `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        rotate: "before" (queries and keys are rotated before the softmax kernel; "after" means the
+            same here, so that one configuration serves both layers), or "none".
+        others: as in `RotaryLinearAttention`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int = 8,
+        *,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        rotate: str = "before",
+        rotary_base: float = 10000.0,
+        rotary_fraction: float = 1.0,
+        pairing: str = "interleaved",
+        output_norm: bool = False,
+        causal: bool = True,
+        dropout: float = 0.0,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(
+            dim,
+            heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            causal=causal,
+            dropout=dropout,
+            bias=bias,
+        )
+        if rotate not in ROTATE:
+            raise ValueError(f"rotate={rotate!r} is unknown; choose one of: {', '.join(ROTATE)}")
+        self.output_norm = output_norm
+        self.rotary = None
+        if rotate != "none":
+            self.rotary = Rotary(self.head_dim, rotary_base, rotary_fraction, pairing)
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        positions: int | Tensor | None = None,
+        context_positions: int | Tensor | None = None,
+        state: KeyValueCache | None = None,
+        return_state: bool = False,
+    ) -> Any:  # Tensor, or (Tensor, KeyValueCache) with return_state
+        """Attend; arguments as in `RotaryLinearAttention.forward`."""
+        if (state is not None or return_state) and not self.causal:
+            raise ValueError("a state needs causal=True")
+        q, k, v = self._project(x, context)
+        start = None if state is None else state.position
+        at_q, at_k = self._positions(x, context, positions, context_positions, key_mask, start)
+        if self.rotary is not None:
+            q, k = self.rotary(q, at_q), self.rotary(k, at_k)
+        after = next_position(at_k, batch=x.shape[0], start=start, key_mask=key_mask)
+        new, past = k.shape[2], 0
+        if state is not None:
+            past = state.k.shape[2]
+            k, v = torch.cat([state.k, k], dim=2), torch.cat([state.v, v], dim=2)
+        mask = key_mask
+        if return_state or state is not None:
+            fresh = torch.ones_like(k[:, 0, past:, 0], dtype=torch.bool)
+            mask = fresh if key_mask is None else key_mask
+            if state is not None:
+                mask = torch.cat([state.mask, mask], dim=1)
+        cache = None if mask is None else KeyValueCache(k, v, mask, after)
+        plain = key_mask is None and state is None
+        allowed = None
+        if not plain:
+            allowed = mask[:, None, None, :]  # type: ignore[index]
+            if self.causal:
+                order = torch.ones(new, past + new, dtype=torch.bool, device=x.device).tril(past)
+                allowed = allowed & order
+        heads = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=allowed, is_causal=self.causal and plain
+        )
+        if self.output_norm:
+            heads = F.rms_norm(heads, heads.shape[-1:], eps=1e-6)
+        merged = self._merge(heads)
+        if return_state:
+            assert cache is not None
+            return merged, cache
+        return merged

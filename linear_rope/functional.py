@@ -1,0 +1,354 @@
+"""The equation: rotary linear attention (RoFormer, arXiv 2104.09864, eq. 19). Read this page first.
+
+For one head, with R_m the rotation by position m over the features of phi:
+
+    out_m = sum_{n<=m} (R_m phi(q_m)) . (R_n phi(k_n)) v_n  /  sum_{n<=m} phi(q_m) . phi(k_n)
+
+The rotation comes after the feature map and only into the numerator: the denominator stays a sum of
+non-negative terms. What follows from it, and surprises: a single weight can be negative or exceed
+1; the weights do not sum to 1; and over keys that are alike the rotations cancel, so that the
+output shrinks as the position grows (`output_norm` undoes that).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linear_rope.causal import causal_product
+from linear_rope.feature_maps import FeatureMap, log_floor, make_feature_map
+from linear_rope.rotary import Rotary, can_read, next_position, resolve_positions
+
+__all__ = ["DENOMINATORS", "ROTATE", "AttentionState", "linear_attention"]
+
+ROTATE = ("after", "before", "none")
+DENOMINATORS = ("unrotated", "rotated", "none")
+
+# A rotated denominator may pass through 0; its magnitude is kept at least here.
+ROTATED_FLOOR = 1e-6
+
+FLOAT16_MAX = torch.finfo(torch.float16).max
+
+
+class AttentionState(NamedTuple):
+    """All that the past leaves behind, constant in size. A value: never changed in place."""
+
+    S: Tensor  # (batch, head, features, value width): sum of k_n v_n^T, keys as in the numerator
+    z: Tensor  # (batch, head, features): sum of the keys as in the denominator
+    stabilizer: Tensor  # (batch, head): running maximum of exponential keys' logarithms
+    position: Tensor  # (batch,) int64: the position of each row's next token
+
+
+Map = FeatureMap | Callable[[Tensor], Tensor]
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    feature_map: str | Map = "elu+1",
+    rotary: Rotary | None = None,
+    rotate: str = "after",
+    denominator: str = "unrotated",
+    causal: bool = True,
+    key_mask: Tensor | None = None,
+    log_decay: Tensor | None = None,
+    positions: int | Tensor | None = None,
+    key_positions: int | Tensor | None = None,
+    output_norm: bool = False,
+    state: AttentionState | None = None,
+    return_state: bool = False,
+    backend: str = "auto",
+    chunk_size: int | None = None,
+) -> Any:  # Tensor, or (Tensor, AttentionState) with return_state
+    """Rotary linear attention, causal or not (the equation at the top of this page).
+
+    Args:
+        q: queries, (batch, head, time, head width D).
+        k: keys, (batch, head, key time, D); key time = time if causal.
+        v: values, (batch, head, key time, value width E).
+        feature_map: phi; "elu+1" or "relu", a `FeatureMap`, or any function of (..., D) with
+            non-negative output. Random feature maps hold weights: build them once and pass them.
+        rotary: the rotation; None rotates nothing. Its width is the number of features of phi
+            (rotate="after") or D (rotate="before").
+        rotate: "after" the feature map (the paper's eq. 19), "before" it, or "none".
+        denominator: "unrotated" (eq. 19), "rotated" (the features of the numerator; may pass
+            through 0, its magnitude is kept above 1e-6), or "none" (no division).
+        causal: query m sees keys n <= m, or all keys.
+        key_mask: (batch, key time) bool, True at real keys. Others count nowhere and advance no
+            position; a query without any real key gives 0.
+        log_decay: g <= 0, (batch, head, time), causal only: the past is scaled by exp(g_t) before
+            token t enters, in numerator and denominator alike.
+        positions: integers, see `linear_rope.rotary.resolve_positions`: None counts from 0, or on
+            from the state; an int is the first position; (batch, 1), (time,), (batch, time).
+        key_positions: the same for the keys; default: as for the queries when there are as many,
+            else counted from 0.
+        output_norm: divide each head's output by its root mean square (no weights: an output
+            projection that follows would absorb them).
+        state: what an earlier call returned, to continue that sequence; causal only.
+        return_state: also return the state after the last token.
+        backend, chunk_size: see `linear_rope.causal.causal_product`.
+
+    Returns:
+        (batch, head, time, E) in q's dtype; with `return_state` also an `AttentionState`, in
+        float32 at least. All sums are in float32 at least, also under autocast.
+
+    Raises:
+        ValueError: arguments that do not fit; the message names the argument, value and remedy.
+    """
+    phi = _feature_map(feature_map, q)
+    _check(q, k, v, rotate, denominator, causal, key_mask, log_decay, state, return_state)
+    out_dtype = q.dtype
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    batch, device = q.shape[0], q.device
+    with torch.autocast(device.type, enabled=False):
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        start = None if state is None else state.position
+        one_clock = q.shape[2] == k.shape[2] and key_positions is None
+        mask_q = key_mask if one_clock else None
+        at_q = resolve_positions(
+            q.shape[2], positions, start=start, key_mask=mask_q, batch=batch, device=device
+        )
+        at_k = at_q
+        if not one_clock:
+            at_k = resolve_positions(
+                k.shape[2], key_positions, key_mask=key_mask, batch=batch, device=device
+            )
+
+        # 1. Features, rotated before or after.
+        if rotary is not None and rotate == "before":
+            q, k = rotary(q, at_q), rotary(k, at_k)
+        top = None if state is None else state.stabilizer
+        phi_q, phi_k, scale, log_decay, top = _features(
+            phi, q, k, causal, key_mask, log_decay, denominator, top
+        )
+        turned_q, turned_k = phi_q, phi_k
+        if rotary is not None and rotate == "after":
+            _check_width(rotary, phi_q)
+            turned_q, turned_k = rotary(phi_q, at_q), rotary(phi_k, at_k)
+        if key_mask is not None:
+            v = v.masked_fill(~key_mask[:, None, :, None], 0.0)
+
+        # 2. Numerator and denominator: the same primitive.
+        past_S, past_z = (None, None) if state is None else (state.S, state.z.unsqueeze(-1))
+        product = partial(
+            causal_product if causal else _full_product,
+            log_decay=log_decay,
+            backend=backend,
+            chunk_size=chunk_size,
+        )
+        if denominator == "none":
+            num, S = product(turned_q, turned_k, v, state=past_S)
+            out, z = num * scale, torch.zeros_like(S[..., 0])
+        else:
+            ones = torch.ones_like(v[..., :1])
+            if denominator == "rotated" or turned_k is phi_k:
+                # Same features above and below: a column of ones in v is the denominator.
+                past = None if state is None else torch.cat([state.S, state.z[..., None]], dim=-1)
+                both, S = product(turned_q, turned_k, torch.cat([v, ones], dim=-1), state=past)
+                num, den = both[..., :-1], both[..., -1:]
+                S, z = S[..., :-1], S[..., -1]
+            else:
+                num, S = product(turned_q, turned_k, v, state=past_S)
+                den, z = product(phi_q, phi_k, ones, state=past_z)
+                z = z.squeeze(-1)
+            # 3. Divide, once.
+            out = num * _inverse(den, denominator == "rotated" and turned_k is not phi_k)
+        if output_norm:
+            out = F.rms_norm(out, out.shape[-1:], eps=1e-6)
+        if out_dtype == torch.float16:
+            # Weights can exceed 1: what float16 cannot hold becomes its largest number, not inf.
+            out = out.clamp(-FLOAT16_MAX, FLOAT16_MAX)
+        out = out.to(out_dtype)
+    if not return_state:
+        return out
+    after = next_position(at_k, batch=batch, start=start, key_mask=key_mask)
+    return out, AttentionState(S, z, top, after)
+
+
+def _feature_map(feature_map: str | Map, q: Tensor) -> Map:
+    if isinstance(feature_map, str):
+        phi = make_feature_map(feature_map, q.shape[-1])
+        if next(phi.buffers(), None) is not None or next(phi.parameters(), None) is not None:
+            raise ValueError(
+                f"feature_map={feature_map!r} holds weights, which a function cannot keep: build "
+                f"it once with make_feature_map({feature_map!r}, {q.shape[-1]}) and pass the module"
+            )
+        return phi
+    if isinstance(feature_map, FeatureMap) and feature_map.head_dim != q.shape[-1]:
+        raise ValueError(
+            f"feature_map was made for heads of width {feature_map.head_dim}, "
+            f"but q has width {q.shape[-1]}"
+        )
+    return feature_map
+
+
+def _features(
+    phi: Map,
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    key_mask: Tensor | None,
+    log_decay: Tensor | None,
+    denominator: str,
+    top: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor | float, Tensor | None, Tensor]:
+    """phi(q), phi(k), the factor that undoes their scaling, the log decay, the new stabilizer.
+
+    Exponential features need a maximum subtracted. One over all keys would let later tokens move
+    earlier outputs; one a key would reweight the keys. A running maximum c_t does neither: keys
+    enter as exp(log phi(k_t) - c_t), and what is already in the sums is scaled by exp(c_{t-1} -
+    c_t), a decay that numerator and denominator share. A maximum a query cancels in the ratio.
+    All of them cancel exactly, so no gradient needs to flow through them.
+    """
+    hidden = None if key_mask is None else ~key_mask[:, None, :]  # (batch, 1, key time)
+    if log_decay is not None:
+        log_decay = log_decay.to(q.dtype)
+        if hidden is not None:
+            log_decay = log_decay.masked_fill(hidden, 0.0)  # a pad is no step in time
+    scale: Tensor | float = 1.0
+    if not getattr(phi, "log_space", False):
+        phi_q, phi_k = phi(q), phi(k)
+        if top is None:
+            top = phi_k.new_zeros(k.shape[:2])
+    else:
+        log_q, log_k = phi.log_features(q), phi.log_features(k)  # type: ignore[union-attr]
+        floor = log_floor(log_q.dtype)
+        if top is None:
+            top = log_k.new_full(k.shape[:2], -torch.inf)
+        peaks = log_k.detach().amax(-1)  # (batch, head, key time)
+        if hidden is not None:
+            peaks = peaks.masked_fill(hidden, -torch.inf)
+        peaks = torch.cat([top.unsqueeze(-1), peaks], dim=-1)
+        running = peaks.cummax(-1).values if causal else peaks.amax(-1, keepdim=True)
+        top = running[..., -1]
+        # Before the first real key there is nothing to scale: any finite number will do.
+        finite = running.masked_fill(running == -torch.inf, 0.0)
+        if causal:
+            step = finite[..., :-1] - finite[..., 1:]
+            step = step.masked_fill(running[..., :-1] == -torch.inf, 0.0)
+            log_decay = step if log_decay is None else log_decay + step
+            finite = finite[..., 1:]
+        query_peak = log_q.detach().amax(-1, keepdim=True)
+        phi_q = (log_q - query_peak).clamp(min=floor).exp()
+        phi_k = (log_k - finite.unsqueeze(-1)).clamp(floor, 0.0).exp()
+        if denominator == "none":
+            scale = (query_peak + finite.unsqueeze(-1)).exp()
+    if hidden is not None:
+        phi_k = phi_k.masked_fill(hidden.unsqueeze(-1), 0.0)
+    return phi_q, phi_k, scale, log_decay, top
+
+
+def _full_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    state: Tensor | None,
+    log_decay: Tensor | None,
+    backend: str,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor]:
+    """The non-causal counterpart of `causal_product`: every query sees the whole sum."""
+    S = k.mT @ v
+    return q @ S, S
+
+
+def _inverse(den: Tensor, signed: bool) -> Tensor:
+    """1 / den; where there is nothing to divide by (no key, or all features 0) the result is 0."""
+    if signed:
+        den = torch.where(den < 0, den.clamp(max=-ROTATED_FLOOR), den.clamp(min=ROTATED_FLOOR))
+        return den.reciprocal()
+    empty = den == 0
+    return den.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)
+
+
+def _check_width(rotary: Rotary, features: Tensor) -> None:
+    if rotary.width != features.shape[-1]:
+        raise ValueError(
+            f"rotary was made for width {rotary.width} but the feature map gives "
+            f'{features.shape[-1]} features; with rotate="after" use Rotary({features.shape[-1]})'
+        )
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotate: str,
+    denominator: str,
+    causal: bool,
+    key_mask: Tensor | None,
+    log_decay: Tensor | None,
+    state: AttentionState | None,
+    return_state: bool,
+) -> None:
+    for name, value, known in (
+        ("rotate", rotate, ROTATE),
+        ("denominator", denominator, DENOMINATORS),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is unknown; choose one of: {', '.join(known)}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} must have shape (batch, head, time, width), got {tuple(x.shape)}"
+            )
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be a floating-point tensor, got dtype {x.dtype}")
+        if x.device != q.device or x.dtype != q.dtype:
+            raise ValueError(
+                f"q, k and v must share dtype and device: {name} is {x.dtype} on {x.device}, q is "
+                f"{q.dtype} on {q.device}; convert one with .to()"
+            )
+        if x.shape[:2] != q.shape[:2]:
+            raise ValueError(
+                "q, k and v must agree in batch and heads, got "
+                f"{name} {tuple(x.shape)} for q {tuple(q.shape)}"
+            )
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"q has head width {q.shape[3]} but k has {k.shape[3]}; make them equal")
+    if v.shape[2] != k.shape[2]:
+        raise ValueError(f"there are {k.shape[2]} keys but {v.shape[2]} values; make them equal")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"causal attention needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}; "
+            "use causal=False for cross-attention, or pass the past as `state`"
+        )
+    if key_mask is not None:
+        want = (k.shape[0], k.shape[2])
+        if key_mask.dtype != torch.bool or key_mask.shape != want:
+            raise ValueError(
+                f"key_mask must be bool of shape (batch, key time) = {want}, True at real keys, "
+                f"got {key_mask.dtype} of shape {tuple(key_mask.shape)}"
+            )
+        if key_mask.device != q.device:
+            raise ValueError(f"key_mask is on {key_mask.device} but q is on {q.device}")
+    if log_decay is not None:
+        if not causal:
+            raise ValueError("log_decay needs causal=True: without an order nothing decays")
+        if log_decay.shape != q.shape[:3]:
+            raise ValueError(
+                f"log_decay must have shape (batch, head, time) = {tuple(q.shape[:3])}, "
+                f"got {tuple(log_decay.shape)}"
+            )
+        if can_read(log_decay) and bool((log_decay > 0).any()):
+            raise ValueError(
+                "log_decay must be <= 0 (a factor of at most 1), got "
+                f"{float(log_decay.max()):.4g}; for a gate use logsigmoid"
+            )
+    if (state is not None or return_state) and not causal:
+        raise ValueError("a state needs causal=True: non-causal attention sees all keys at once")
+    if state is not None and (
+        not isinstance(state, AttentionState) or state.S.shape[:2] != q.shape[:2]
+    ):
+        got = tuple(state.S.shape) if isinstance(state, AttentionState) else type(state).__name__
+        raise ValueError(
+            f"state must be an AttentionState for (batch, head) = {tuple(q.shape[:2])}, got {got}"
+        )

@@ -1,0 +1,441 @@
+"""Models around the attention layers: a language model and an encoder, read from top to bottom."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linear_rope.attention import DECAYS, GATE_BIAS, RotaryLinearAttention, SoftmaxAttention
+from linear_rope.feature_maps import RandomFeatures
+from linear_rope.rotary import resolve_positions
+
+__all__ = ["Block", "Config", "Encoder", "LanguageModel"]
+
+ATTENTION = ("linear", "softmax")
+POSITIONS = ("none", "sinusoidal", "learned", "rotary")
+EMBEDDING_STD = 0.02
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and choices of a model; checked when it is made.
+
+    Args:
+        vocab_size, dim, layers, heads: sizes; `heads` divides `dim`.
+        attention: "linear" (`RotaryLinearAttention`) or "softmax" (`SoftmaxAttention`).
+        feature_map, features, redraw_interval, rotate, denominator, output_norm, decay,
+            rotary_base, rotary_fraction, pairing, backend, chunk_size: see `RotaryLinearAttention`.
+        position: "rotary" (inside attention, as `rotate` says), "sinusoidal" or "learned" (added to
+            the embeddings), or "none".
+        max_length: rows of the table of position="learned"; nothing else has a longest length.
+        mlp_ratio: hidden width of the feed-forward layer over `dim`.
+        dropout: on embeddings, attention output and feed-forward output.
+        bias: in the linear layers. tie_embeddings: the output layer is the embedding.
+    """
+
+    vocab_size: int = 256
+    dim: int = 128
+    layers: int = 4
+    heads: int = 4
+    attention: str = "linear"
+    feature_map: str = "elu+1"
+    features: int | None = None
+    redraw_interval: int | None = None
+    position: str = "rotary"
+    rotate: str = "after"
+    denominator: str = "unrotated"
+    output_norm: bool = False
+    decay: str = "none"
+    rotary_base: float = 10000.0
+    rotary_fraction: float = 1.0
+    pairing: str = "interleaved"
+    max_length: int | None = None
+    mlp_ratio: float = 4.0
+    dropout: float = 0.0
+    bias: bool = False
+    tie_embeddings: bool = True
+    backend: str = "auto"
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "layers", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        for name, known in (
+            ("attention", ATTENTION),
+            ("position", POSITIONS),
+            ("decay", DECAYS),
+        ):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is unknown; choose one of: {', '.join(known)}"
+                )
+        if self.attention == "softmax" and self.decay != "none":
+            raise ValueError(
+                f"decay={self.decay!r} needs attention='linear'; softmax attention has no state"
+            )
+        if self.position == "learned" and not self.max_length:
+            raise ValueError(
+                "position='learned' needs max_length, the number of positions in its table"
+            )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Config:
+        """The config saved as a dict; unknown keys are refused by name."""
+        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(f"unknown config keys: {', '.join(unknown)}")
+        return cls(**values)
+
+
+State = tuple[Any, ...]  # one AttentionState (or KeyValueCache) a layer
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + feed-forward(norm(x)): the pre-norm block of GPT-2."""
+
+    def __init__(self, config: Config, *, causal: bool = True) -> None:
+        super().__init__()
+        c = config
+        rotate = c.rotate if c.position == "rotary" else "none"
+        shared: dict[str, Any] = {
+            "rotate": rotate,
+            "rotary_base": c.rotary_base,
+            "rotary_fraction": c.rotary_fraction,
+            "pairing": c.pairing,
+            "output_norm": c.output_norm,
+            "causal": causal,
+            "dropout": c.dropout,
+            "bias": c.bias,
+        }
+        self.attention: nn.Module
+        if c.attention == "softmax":
+            self.attention = SoftmaxAttention(c.dim, c.heads, **shared)
+        else:
+            self.attention = RotaryLinearAttention(
+                c.dim,
+                c.heads,
+                feature_map=c.feature_map,
+                features=c.features,
+                redraw_interval=c.redraw_interval,
+                denominator=c.denominator,
+                decay=c.decay,
+                backend=c.backend,
+                chunk_size=c.chunk_size,
+                **shared,
+            )
+        hidden = int(c.dim * c.mlp_ratio)
+        self.attention_norm = nn.LayerNorm(c.dim, bias=c.bias)
+        self.mlp_norm = nn.LayerNorm(c.dim, bias=c.bias)
+        self.up = nn.Linear(c.dim, hidden, bias=c.bias)
+        self.down = nn.Linear(hidden, c.dim, bias=c.bias)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        positions: Tensor | None = None,
+        state: Any = None,
+        return_state: bool = False,
+    ) -> Any:
+        """(batch, time, dim) -> the same, and the layer's new state if asked for."""
+        attended = self.attention(
+            self.attention_norm(x),
+            key_mask=key_mask,
+            positions=positions,
+            state=state,
+            return_state=return_state,
+        )
+        after = None
+        if return_state:
+            attended, after = attended
+        x = x + attended
+        x = x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
+        return (x, after) if return_state else x
+
+
+class _Stack(nn.Module):
+    """Embeddings, positions and blocks, shared by the language model and the encoder."""
+
+    def __init__(self, config: Config, *, causal: bool) -> None:
+        super().__init__()
+        c = config
+        self.config = config
+        self.embedding = nn.Embedding(c.vocab_size, c.dim)
+        self.position_embedding = (
+            nn.Embedding(c.max_length or 1, c.dim) if c.position == "learned" else None
+        )
+        self.dropout = nn.Dropout(c.dropout)
+        self.blocks = nn.ModuleList(Block(c, causal=causal) for _ in range(c.layers))
+        self.norm = nn.LayerNorm(c.dim, bias=c.bias)
+
+    def initialize(self, seed: int) -> None:
+        """Draw every parameter anew, each from a generator of its own seeded by (seed, its name).
+
+        So two models that share a parameter's name and shape share its value, whatever else they
+        have: what a comparison of methods needs. Linear layers: normal with standard deviation
+        1/sqrt(fan in), the two that write into the residual stream divided by sqrt(2 layers)
+        (GPT-2); embeddings 0.02; biases 0 but for the decay gate's (3); norms 1; random features
+        from (seed, name) too.
+        """
+        depth = math.sqrt(2 * self.config.layers)
+        with torch.no_grad():
+            for name, module in self.named_modules():
+                if isinstance(module, RandomFeatures):
+                    module.reset(_seed(seed, name))
+                elif isinstance(module, nn.LayerNorm):
+                    module.reset_parameters()
+                elif isinstance(module, nn.Linear | nn.Embedding):
+                    std = EMBEDDING_STD
+                    if isinstance(module, nn.Linear):
+                        residual = name.endswith(("attention.out", "down"))
+                        std = module.in_features**-0.5 / (depth if residual else 1.0)
+                        if module.bias is not None:
+                            module.bias.fill_(GATE_BIAS if name.endswith(".gate") else 0.0)
+                    generator = torch.Generator().manual_seed(_seed(seed, name))
+                    drawn = torch.randn(module.weight.shape, generator=generator, device="cpu")
+                    module.weight.copy_(drawn * std)
+
+    def _initialize_at_construction(self) -> None:
+        if not self.embedding.weight.is_meta:
+            self.initialize(int(torch.randint(2**62, (), device="cpu")))
+
+    def _positions(
+        self,
+        tokens: Tensor,
+        positions: int | Tensor | None,
+        key_mask: Tensor | None,
+        state: State | None,
+    ) -> Tensor:
+        if tokens.ndim != 2 or tokens.is_floating_point():
+            raise ValueError(
+                "tokens must be integers of shape (batch, time), got "
+                f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+            )
+        if state is not None and len(state) != len(self.blocks):
+            raise ValueError(
+                f"state must hold one entry a layer ({len(self.blocks)}), got {len(state)}"
+            )
+        return resolve_positions(
+            tokens.shape[1],
+            positions,
+            start=None if state is None else state[0].position,
+            key_mask=key_mask,
+            batch=tokens.shape[0],
+            device=tokens.device,
+        )
+
+    def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        if self.position_embedding is not None:
+            table = self.position_embedding
+            if not torch.compiler.is_compiling() and positions.numel():
+                last = int(positions.max())
+                if last >= table.num_embeddings:
+                    raise ValueError(
+                        f"position {last} is beyond max_length={table.num_embeddings} of the "
+                        "learned position table; rotary and sinusoidal positions have no such limit"
+                    )
+            x = x + table(positions)
+        elif self.config.position == "sinusoidal":
+            x = x + sinusoidal(positions, self.config.dim).to(x.dtype)
+        return self.dropout(x)
+
+    def _run(
+        self,
+        tokens: Tensor,
+        key_mask: Tensor | None,
+        positions: int | Tensor | None,
+        state: State | None,
+        return_state: bool,
+    ) -> tuple[Tensor, State | None]:
+        at = self._positions(tokens, positions, key_mask, state)
+        x = self._embed(tokens, at)
+        after: list[Any] = []
+        for i, block in enumerate(self.blocks):
+            x = block(
+                x,
+                key_mask=key_mask,
+                positions=at,
+                state=None if state is None else state[i],
+                return_state=return_state,
+            )
+            if return_state:
+                x, layer_state = x
+                after.append(layer_state)
+        return self.norm(x), tuple(after) if return_state else None
+
+
+class LanguageModel(_Stack):
+    """Causal language model: tokens (batch, time) -> logits (batch, time, vocab_size).
+
+    With linear attention the state has a constant size, so `generate` and `stream` need the same
+    memory for the millionth token as for the first.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, causal=True)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else nn.Linear(config.dim, config.vocab_size, bias=config.bias)
+        )
+        self._initialize_at_construction()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        positions: int | Tensor | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """Logits of the next token at every position, and the new state if asked for.
+
+        Args:
+            tokens: (batch, time) integers below vocab_size; any time from 0 up.
+            key_mask: (batch, time) bool, True at real tokens (left or right padding).
+            positions: see `linear_rope.rotary.resolve_positions`; default: count on from the state.
+            state: one entry a layer, as an earlier call returned it.
+            return_state: return (logits, state).
+        """
+        x, after = self._run(tokens, key_mask, positions, state, return_state)
+        logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        return (logits, after) if return_state else logits
+
+    @torch.no_grad()
+    def stream(
+        self,
+        prompt: Tensor,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[Tensor]:
+        """Yields one token after another, (batch,), without end. Arguments as in `generate`."""
+        if prompt.ndim != 2 or prompt.shape[1] < 1:
+            raise ValueError(
+                f"prompt must have shape (batch, time) with at least one token, got "
+                f"{tuple(prompt.shape)}"
+            )
+        check_sampling(temperature, top_k, top_p)
+        was_training = self.training
+        self.eval()
+        try:
+            logits, state = self(prompt, return_state=True)
+            while True:
+                token = pick(logits[:, -1], temperature, top_k, top_p, generator)
+                yield token
+                logits, state = self(token[:, None], state=state, return_state=True)
+        finally:
+            self.train(was_training)
+
+    def generate(
+        self,
+        prompt: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continue a prompt; (batch, time) -> (batch, time + max_new_tokens).
+
+        Args:
+            prompt: (batch, time), at least one token.
+            max_new_tokens: how many to add, at least 0.
+            temperature: divides the logits; 0 takes the most likely token.
+            top_k: keep the k most likely tokens. top_p: keep the smallest set of the most likely
+                tokens whose probabilities sum to at least p (nucleus sampling, arXiv 1904.09751).
+            generator: the source of randomness; None is torch's global one.
+        """
+        if max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
+        tokens = self.stream(
+            prompt, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
+        )
+        try:
+            new = [token for token, _ in zip(tokens, range(max_new_tokens), strict=False)]
+        finally:
+            tokens.close()  # type: ignore[attr-defined]
+        return torch.cat([prompt, *(token[:, None] for token in new)], dim=1)
+
+
+class Encoder(_Stack):
+    """Non-causal stack: tokens (batch, time) -> hidden states (batch, time, dim), after a norm."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, causal=False)
+        self._initialize_at_construction()
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        positions: int | Tensor | None = None,
+    ) -> Tensor:
+        """Every token sees every real one; `key_mask` (batch, time) is True at real tokens."""
+        return self._run(tokens, key_mask, positions, None, False)[0]
+
+
+def sinusoidal(positions: Tensor, dim: int) -> Tensor:
+    """Fixed sinusoids (arXiv 1706.03762, section 3.5), (..., dim), float32, angles in float64.
+
+    Scaled to the root mean square of the embeddings at the start (0.02), so that neither drowns the
+    other.
+    """
+    work = torch.device("cpu") if positions.device.type == "mps" else positions.device
+    j = torch.arange(0, dim, 2, dtype=torch.float64, device=work)
+    angles = positions.to(work, torch.float64).unsqueeze(-1) * 10000.0 ** (-j / dim)
+    table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., :dim]
+    return (table * (EMBEDDING_STD * math.sqrt(2))).to(positions.device, torch.float32)
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Refuses sampling options that mean nothing, before the first token is computed."""
+    if not temperature >= 0:
+        raise ValueError(f"temperature={temperature} must be at least 0 (0 is greedy)")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k={top_k} must be at least 1; None keeps all tokens")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p={top_p} must be in (0, 1]; None keeps all tokens")
+
+
+def pick(
+    logits: Tensor,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """One token a row from logits (batch, vocab): greedy at temperature 0, else a draw."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float() / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    if top_p is not None and top_p < 1:
+        ordered, order = logits.softmax(-1).sort(-1, descending=True)
+        # A token stays if those before it have not reached p yet: the first one always stays.
+        late = ordered.cumsum(-1) - ordered >= top_p
+        logits = logits.masked_fill(late.gather(-1, order.argsort(-1)), -torch.inf)
+    return torch.multinomial(logits.softmax(-1), 1, generator=generator).squeeze(-1)
+
+
+def _seed(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 2  # 62 bits

@@ -1,0 +1,217 @@
+"""Rotary position embedding: angles from integer positions, and the rotation itself.
+
+R_m turns pair j of a vector by the angle m * theta_j, theta_j = base^(-2j/width), so that
+(R_m x) . (R_n y) depends on m - n only (RoFormer, arXiv 2104.09864, eq. 13-16).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["PAIRINGS", "Rotary", "resolve_positions", "rotate"]
+
+PAIRINGS = ("interleaved", "half")
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """A rotation by position of the first `fraction * width` features of a vector.
+
+    It is a value, not a module: it holds no table, so nothing goes stale when a model changes its
+    dtype, its device, its length or is built on the meta device, and nothing enters `state_dict`.
+    Angles are formed in float64 from integer positions at each call; cosine and sine are rounded
+    once, to the dtype of the vectors but at least float32.
+
+    Args:
+        width: features of the vectors to rotate, even. After a feature map this is the number of
+            features, before it the head width.
+        base: theta_j = base^(-2j / rotated width).
+        fraction: the share of the features that is rotated, in (0, 1]; the rotated width is the
+            largest even number within it. The rest passes unchanged.
+        pairing: "interleaved" rotates features (2j, 2j+1) together (the paper; default), "half"
+            features (j, j + rotated width / 2) (as GPT-NeoX and Llama checkpoints do).
+
+    Raises:
+        ValueError: an odd width, a fraction that rotates nothing, an unknown pairing.
+    """
+
+    width: int
+    base: float = 10000.0
+    fraction: float = 1.0
+    pairing: str = "interleaved"
+
+    def __post_init__(self) -> None:
+        if self.width < 2 or self.width % 2:
+            raise ValueError(
+                f"rotary width={self.width} must be an even number of at least 2: features turn in "
+                f"pairs; use {self.width + 1 if self.width > 0 else 2} features, "
+                "or rotate a fraction of them"
+            )
+        if not 0 < self.fraction <= 1 or self.rotated_width < 2:
+            raise ValueError(
+                f"rotary fraction={self.fraction} must be in (0, 1] and leave at least one pair of "
+                f"the {self.width} features; use position 'none' to rotate nothing"
+            )
+        if not self.base > 0:
+            raise ValueError(f"rotary base={self.base} must be positive (the usual one is 10000)")
+        if self.pairing not in PAIRINGS:
+            raise ValueError(
+                f"pairing={self.pairing!r} is unknown; choose one of: {', '.join(PAIRINGS)}"
+            )
+
+    @property
+    def rotated_width(self) -> int:
+        """How many features turn: the largest even number within `fraction * width`."""
+        # The small addition keeps a fraction such as 0.7 of 10, which is 6.999..., from losing one.
+        return int(self.width * self.fraction + 1e-9) // 2 * 2
+
+    def frequencies(self, device: torch.device | str | None = None) -> Tensor:
+        """theta_j in radians a position, float64, (rotated width / 2,)."""
+        # A default dtype or autocast of half precision must not reach this line.
+        j = torch.arange(0, self.rotated_width, 2, dtype=torch.float64, device=device)
+        return self.base ** (-j / self.rotated_width)
+
+    def tables(
+        self, positions: Tensor, dtype: torch.dtype = torch.float32
+    ) -> tuple[Tensor, Tensor]:
+        """cos and sin of position * theta, (..., time, rotated width / 2), at least float32."""
+        dtype = torch.promote_types(dtype, torch.float32)
+        home = positions.device
+        # Apple's GPUs have no float64: form the (small) tables on the CPU there.
+        work = torch.device("cpu") if home.type == "mps" else home
+        angles = positions.to(work, torch.float64).unsqueeze(-1) * self.frequencies(work)
+        return angles.cos().to(home, dtype), angles.sin().to(home, dtype)
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotate x (batch, head, time, width) by positions (time,) or (batch, time)."""
+        if x.shape[-1] != self.width:
+            raise ValueError(
+                f"x has width {x.shape[-1]} but this rotation was made for width {self.width}"
+            )
+        cos, sin = self.tables(positions, x.dtype)
+        if positions.ndim == 2:
+            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # one table for all heads
+        return rotate(x, cos, sin, self.pairing)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: str = "interleaved") -> Tensor:
+    """Turn each pair (a, b) of x into (a cos - b sin, b cos + a sin).
+
+    Args:
+        x: (..., width); its first 2 * cos.shape[-1] features are rotated, the rest is kept.
+        cos, sin: tables that broadcast over x's leading dimensions, (..., pairs).
+        pairing: "interleaved" or "half", see `Rotary`.
+
+    Returns:
+        The rotated x in x's dtype; the arithmetic is done in the tables' dtype if that is wider.
+    """
+    turned = 2 * cos.shape[-1]
+    if turned < x.shape[-1]:
+        return torch.cat([rotate(x[..., :turned], cos, sin, pairing), x[..., turned:]], dim=-1)
+    wide = x.to(torch.promote_types(x.dtype, cos.dtype))
+    if pairing == "half":
+        a, b = wide.chunk(2, dim=-1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+    if torch.compiler.is_compiling():
+        # The compiler fuses real arithmetic and leaves complex arithmetic alone.
+        a, b = wide.unflatten(-1, (-1, 2)).unbind(-1)
+        out = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
+    else:
+        # (a + ib) e^{i angle} in a single pass over memory
+        pairs = torch.view_as_complex(wide.contiguous().unflatten(-1, (-1, 2)))
+        out = torch.view_as_real(pairs * torch.complex(cos, sin)).flatten(-2)
+    return out.to(x.dtype)
+
+
+def resolve_positions(
+    length: int,
+    positions: int | Tensor | None = None,
+    *,
+    start: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    batch: int | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The integer position of every token, (time,) or (batch, time) int64.
+
+    Args:
+        length: time.
+        positions: None counts on from `start`; an int or a 0-d tensor is the position of the first
+            token; (batch, 1) is that of each row; (time,) or (batch, time) are ids, used as given.
+            Whatever is given replaces `start`.
+        start: (batch,) the first position of each row (a state's `position`); None is 0.
+        key_mask: (batch, time), True at real tokens: only those count (the first real token of a
+            left-padded row has the row's first position). Explicit ids are not recounted.
+        batch: rows, to check shapes; None accepts any.
+
+    Raises:
+        ValueError: positions that are not integers, negative, or of another shape.
+    """
+    first: int | Tensor
+    if isinstance(positions, Tensor):
+        _check_positions(positions, length, batch)
+        first = positions.to(device=device, dtype=torch.int64)
+        if positions.ndim > 0 and positions.shape[-1] == length:
+            return first
+    elif positions is not None:
+        if isinstance(positions, bool) or not isinstance(positions, int):
+            raise ValueError(
+                f"positions={positions!r} must be an integer (the first token's position) or an "
+                "integer tensor"
+            )
+        if positions < 0:
+            raise ValueError(f"positions={positions} must not be negative; count from 0")
+        first = positions
+    else:
+        first = 0 if start is None else start.to(device=device).unsqueeze(-1)
+    if key_mask is None:
+        count = torch.arange(length, device=device)
+    else:
+        count = (key_mask.to(torch.int64).cumsum(-1) - 1).clamp(min=0)
+    return count + first
+
+
+def next_position(
+    positions: Tensor, *, batch: int, start: Tensor | None, key_mask: Tensor | None
+) -> Tensor:
+    """The position that follows each row's last real token, (batch,) int64."""
+    first = positions.new_zeros(batch) if start is None else start
+    if positions.shape[-1] == 0:
+        return first
+    if key_mask is None:
+        return (positions[..., -1] + 1).expand(batch)
+    seen = torch.where(key_mask, positions, -1).amax(-1) + 1
+    return torch.where(key_mask.any(-1), seen, first)
+
+
+def _check_positions(positions: Tensor, length: int, batch: int | None) -> None:
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise ValueError(
+            f"positions must be integers, got dtype {positions.dtype}; "
+            "pass position ids as int64 (angles are formed from them in float64)"
+        )
+    shape, rows = tuple(positions.shape), "batch" if batch is None else batch
+    fits = positions.ndim == 0 or (positions.ndim == 1 and shape[0] == length)
+    if positions.ndim == 2:
+        fits = shape[1] in (1, length) and (batch is None or shape[0] == batch)
+    if not fits:
+        raise ValueError(
+            f"positions must be a single integer, or have shape (time,) = ({length},), "
+            f"(batch, time) = ({rows}, {length}) or (batch, 1) = ({rows}, 1), got {shape}"
+        )
+    if can_read(positions) and positions.numel() and int(positions.min()) < 0:
+        raise ValueError(
+            f"positions must not be negative, got {int(positions.min())}; count positions from 0"
+        )
+
+
+def can_read(x: Tensor) -> bool:
+    """Whether looking at x's values costs nothing: on the CPU, outside a trace or a transform."""
+    return (
+        x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
