@@ -1,0 +1,297 @@
+"""Reading the logs of finished, running or killed runs: `metrics.csv` and `config.json`.
+
+Everything that looks at results (`plot`, `summary`) starts from these files alone.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from enwik8.errors import UserError
+
+Floats = NDArray[np.float64]
+Columns = dict[str, NDArray[Any]]
+
+REQUIRED = ("step", "tokens", "train_bits_per_byte", "validation_bits_per_byte")
+TEXT = ("arm", "batch_hash")  # every other column is a number
+TRAIN, VALIDATION = "train_bits_per_byte", "validation_bits_per_byte"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm with one seed: its columns (equal lengths, by step) and its config (may be empty)."""
+
+    arm: str
+    seed: int
+    columns: Columns
+    config: dict[str, Any] = field(default_factory=dict)
+    folder: Path = Path()
+
+    @property
+    def tokens(self) -> Floats:
+        """Training tokens (bytes) seen after each step."""
+        return np.asarray(self.columns["tokens"], dtype=np.float64)
+
+    @property
+    def train(self) -> Floats:
+        """Training bits per byte, one a step."""
+        return np.asarray(self.columns[TRAIN], dtype=np.float64)
+
+    @property
+    def validation(self) -> tuple[Floats, Floats]:
+        """(tokens, bits per byte) of the steps with a finite validation value."""
+        values = np.asarray(self.columns[VALIDATION], dtype=np.float64)
+        kept = np.isfinite(values)
+        return self.tokens[kept], values[kept]
+
+
+def read_metrics(path: str | Path) -> Columns:
+    """Read a run's or a comparison's `metrics.csv`.
+
+    Returns a dict from column name to an array of one entry a row: float64 for numbers (an empty
+    cell is NaN; "nan" and "inf" are kept), str for `arm` and `batch_hash`. A comparison's log has
+    `arm` and `seed` in front. Zero rows give empty arrays. The last line is left out if it has no
+    end-of-line, which is how a kill in the middle of a write looks.
+
+    Raises:
+        UserError: the file is missing, unreadable, not a metrics log, or damaged before its end.
+    """
+    path = Path(path)
+    remedy = "give a folder written by `python -m enwik8 train` or `compare`"
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist: {remedy}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read as a metrics log ({error}): {remedy}") from error
+
+    lines = text.splitlines(keepends=True)
+    if len(lines) > 1 and not lines[-1].endswith("\n"):
+        lines.pop()
+    rows = list(csv.reader(io.StringIO("".join(lines).replace("\0", ""))))
+    header = [name.strip() for name in rows[0]] if rows else []
+    missing = [name for name in REQUIRED if name not in header]
+    if missing:
+        raise UserError(
+            f"{path} is not a metrics log (no column {', '.join(missing)} in its first line): "
+            f"{remedy}"
+        )
+
+    cells: dict[str, list[Any]] = {name: [] for name in header}
+    for number, row in enumerate(rows[1:], start=2):
+        if not any(cell.strip() for cell in row):
+            continue
+        if len(row) != len(header):
+            raise UserError(
+                f"{path}, line {number}: {len(row)} cells under {len(header)} columns; "
+                "delete that line or restore the file"
+            )
+        for name, cell in zip(header, row, strict=True):
+            cells[name].append(cell.strip() if name in TEXT else _number(cell, name, path, number))
+    return {
+        name: np.array(values, dtype=object if name in TEXT else np.float64)
+        for name, values in cells.items()
+    }
+
+
+def _number(cell: str, name: str, path: Path, line: int) -> float:
+    if not cell.strip():
+        return float("nan")
+    try:
+        return float(cell)
+    except ValueError as error:
+        raise UserError(
+            f"{path}, line {line}: {name} is {cell!r}, which is not a number; "
+            "delete that line or restore the file"
+        ) from error
+
+
+def read_config(folder: str | Path) -> dict[str, Any]:
+    """Return the folder's `config.json`, or {} if there is none (a log alone can be plotted).
+
+    Raises:
+        UserError: the file is there but is not a JSON object.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} is not readable JSON ({error}): restore or delete it") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path} does not hold a JSON object: restore or delete it")
+    return config
+
+
+def load_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
+    """Load every run of the given folders, each a run or a comparison, in order of appearance.
+
+    Equal arms of different folders count as seeds of one arm when they differ in the seed only;
+    otherwise the folder's name is added to the arm's.
+
+    Raises:
+        UserError: no folder, a missing one, or one without a readable log.
+    """
+    if isinstance(folders, (str, Path)):
+        folders = [folders]
+    runs = [run for folder in folders for run in _load_folder(Path(folder))]
+    if not runs:
+        raise UserError("no folder was given: name a run's or a comparison's folder")
+    return _tell_apart(runs)
+
+
+def _load_folder(folder: Path) -> list[Run]:
+    if not folder.is_dir():
+        raise UserError(
+            f"{folder} is not a folder: give one written by `python -m enwik8 train` or `compare`"
+        )
+    config = read_config(folder)
+    logs = sorted((folder / "runs").glob("*/metrics.csv"))
+    if not (folder / "metrics.csv").exists() and logs:  # a comparison killed before its end
+        runs = [run for log in logs for run in _load_folder(log.parent)]
+        order = _arm_names(config)
+        return sorted(runs, key=lambda run: [*order, run.arm].index(run.arm))
+    columns = read_metrics(folder / "metrics.csv")
+    if "arm" not in columns:
+        arm = str(config.get("arm") or folder.name)
+        return [Run(arm, _seed(config), _last_of_each_step(columns), config, folder)]
+    seeds = columns.get("seed", np.zeros(len(columns["arm"])))
+    pairs = list(dict.fromkeys(zip(columns["arm"].tolist(), seeds.tolist(), strict=True)))
+    runs = []
+    for arm, seed in pairs:
+        rows = (columns["arm"] == arm) & (seeds == seed)
+        part = {name: values[rows] for name, values in columns.items()}
+        own = folder / "runs" / f"{arm}-seed{int(seed)}"
+        own_config = read_config(own) or {**config, **_of_arm(config, arm)}
+        runs.append(Run(arm, int(seed), _last_of_each_step(part), own_config, own))
+    if not runs:  # a header and nothing else: runs without rows, so that figures say so
+        names = _arm_names(config) or [folder.name]
+        runs = [Run(arm, 0, columns, {**config, **_of_arm(config, arm)}, folder) for arm in names]
+    return runs
+
+
+def _arm_names(config: dict[str, Any]) -> list[str]:
+    """The arms of a comparison in its own order: a list of names, of objects, or an object."""
+    arms = config.get("arms") or []
+    named = [arm.get("arm", arm.get("name")) if isinstance(arm, dict) else arm for arm in arms]
+    return [str(name) for name in named]
+
+
+def _of_arm(config: dict[str, Any], arm: str) -> dict[str, Any]:
+    """What a comparison's config says about one arm, if its `arms` are objects."""
+    arms = config.get("arms")
+    if isinstance(arms, dict) and isinstance(arms.get(arm), dict):
+        return dict(arms[arm])
+    if isinstance(arms, list):
+        for entry in arms:
+            if isinstance(entry, dict) and arm in (entry.get("arm"), entry.get("name")):
+                return entry
+    return {}
+
+
+def _seed(config: dict[str, Any]) -> int:
+    for holder in (config, config.get("training"), config.get("model")):
+        if isinstance(holder, dict) and isinstance(holder.get("seed"), int):
+            return int(holder["seed"])
+    return 0
+
+
+def _last_of_each_step(columns: Columns) -> Columns:
+    """Sort by step; of a step that a resumed run repeated, keep the last row."""
+    row_of_step = {step: row for row, step in enumerate(columns["step"].tolist())}
+    kept = [row_of_step[step] for step in sorted(row_of_step)]
+    return {name: values[kept] for name, values in columns.items()}
+
+
+def _tell_apart(runs: list[Run]) -> list[Run]:
+    def settings(run: Run) -> str:
+        parts = {name: dict(run.config.get(name) or {}) for name in ("model", "training")}
+        for part in parts.values():
+            for name in [name for name in part if "seed" in name]:
+                del part[name]
+        return json.dumps(parts, sort_keys=True, default=str)
+
+    renamed = []
+    for run in runs:
+        namesakes = [other for other in runs if other.arm == run.arm]
+        alike = len({settings(other) for other in namesakes}) == 1
+        distinct_seeds = len({other.seed for other in namesakes}) == len(namesakes)
+        if alike and distinct_seeds:
+            renamed.append(run)
+        else:
+            label = f"{run.arm} ({run.folder.resolve().name})"
+            renamed.append(Run(label, run.seed, run.columns, run.config, run.folder))
+    return renamed
+
+
+def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Group runs by arm, arms in order of appearance."""
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(run.arm, []).append(run)
+    return groups
+
+
+def align(series: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+    """Put several (tokens, values) series on the tokens that all of them have.
+
+    Returns tokens (N,) and values (len(series), N). Other tokens are left out: a mean over a
+    changing set of seeds would jump where a seed ends.
+    """
+    common = sorted(set.intersection(*(set(tokens.tolist()) for tokens, _ in series)))
+    # Tokens ascend and occur once in a series, so a membership mask keeps the order.
+    rows = [values[np.isin(tokens, common)] for tokens, values in series]
+    return np.array(common, dtype=np.float64), np.array(rows, dtype=np.float64)
+
+
+def smooth(values: ArrayLike, beta: float) -> Floats:
+    """Exponential average, causal and without start-up bias.
+
+    s_n = beta * s_{n-1} + (1 - beta) * x_n with s_0 = 0, divided by 1 - beta^n (the bias correction
+    of Adam, arXiv 1412.6980, section 3). A value depends on no later one. A NaN or infinite entry
+    is a gap: NaN in the result, and left out of the average and of n.
+
+    Raises:
+        ValueError: beta outside [0, 1).
+    """
+    if not 0 <= beta < 1:
+        raise ValueError(f"beta is {beta}: give a smoothing factor from 0 (none) to below 1")
+    series = np.asarray(values, dtype=np.float64)
+    result = np.full(series.shape, np.nan)
+    average, weight = 0.0, 0.0
+    for index, value in enumerate(series.tolist()):
+        if np.isfinite(value):
+            average = beta * average + (1 - beta) * value
+            weight = beta * weight + (1 - beta)  # equals 1 - beta^n
+            result[index] = average / weight
+    return result
+
+
+def corpus_name(config: dict[str, Any]) -> str:
+    """Return the corpus's name as its run recorded it; a prefix of enwik8 has its own name."""
+    corpus = config.get("corpus")
+    return str((corpus.get("name") if isinstance(corpus, dict) else corpus) or "an unknown corpus")
+
+
+def describe_corpus(config: dict[str, Any]) -> str:
+    """Describe the corpus as its run recorded it, which says how much of which text it is."""
+    corpus = config.get("corpus")
+    if isinstance(corpus, dict) and corpus.get("description"):
+        return str(corpus["description"])
+    size = corpus.get("bytes") if isinstance(corpus, dict) else None
+    return corpus_name(config) + (f", {size:,} bytes" if isinstance(size, int) else "")
+
+
+def corpora_of(runs: Sequence[Run]) -> list[str]:
+    """Describe the different corpora of the runs; more than one means not comparable."""
+    return list(dict.fromkeys(describe_corpus(run.config) for run in runs))
