@@ -3,6 +3,13 @@
 The equation lives in `linear_rope.functional`; start there.
 """
 
+import importlib.util
+import warnings
+
+if importlib.util.find_spec("numpy") is None:
+    # Nothing here needs NumPy; torch warns, when it is imported, that it is not there.
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
 from linear_rope.attention import KeyValueCache, RotaryLinearAttention, SoftmaxAttention
 from linear_rope.causal import BACKENDS, causal_product
 from linear_rope.feature_maps import (

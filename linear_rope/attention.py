@@ -14,8 +14,14 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from linear_rope.causal import BACKENDS
-from linear_rope.feature_maps import FeatureMap, make_feature_map
-from linear_rope.functional import DENOMINATORS, ROTATE, AttentionState, linear_attention
+from linear_rope.feature_maps import FeatureMap, full_precision, make_feature_map
+from linear_rope.functional import (
+    DENOMINATORS,
+    ROTATE,
+    AttentionState,
+    check_key_mask,
+    linear_attention,
+)
 from linear_rope.rotary import Rotary, next_position, resolve_positions
 
 __all__ = ["DECAYS", "KeyValueCache", "RotaryLinearAttention", "SoftmaxAttention"]
@@ -28,6 +34,8 @@ GATE_BIAS = 3.0
 
 class _Attention(nn.Module):
     """What both layers share: heads, projections, positions."""
+
+    state_type: Any = AttentionState
 
     def __init__(
         self,
@@ -49,25 +57,64 @@ class _Attention(nn.Module):
                     f"heads={heads} does not divide dim={dim}; choose a divisor or give head_dim"
                 )
             head_dim = dim // heads
+        value_dim = head_dim if value_dim is None else value_dim
+        if head_dim < 1 or value_dim < 1:
+            raise ValueError(
+                f"head_dim={head_dim} and value_dim={value_dim} must both be at least 1"
+            )
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout={dropout} must be in [0, 1)")
-        self.dim, self.heads, self.head_dim, self.causal = dim, heads, head_dim, causal
-        self.value_dim = head_dim if value_dim is None else value_dim
+        self.dim, self.heads, self.causal = dim, heads, causal
+        self.head_dim, self.value_dim = head_dim, value_dim
         self.query = nn.Linear(dim, heads * head_dim, bias=bias)
         self.key = nn.Linear(dim, heads * head_dim, bias=bias)
-        self.value = nn.Linear(dim, heads * self.value_dim, bias=bias)
-        self.out = nn.Linear(heads * self.value_dim, dim, bias=bias)
+        self.value = nn.Linear(dim, heads * value_dim, bias=bias)
+        self.out = nn.Linear(heads * value_dim, dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
-    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as (batch, head, time, width): the one rearrangement on the way in."""
+    def check_state(self, state: Any, batch: int) -> None:
+        """Refuses a state of another kind of layer, batch or number of heads."""
+        if state is None:
+            return
+        got = type(state).__name__
+        if isinstance(state, self.state_type):
+            got = f"one for {tuple(state[0].shape[:2])}"
+            if state[0].shape[:2] == (batch, self.heads):
+                return
+        raise ValueError(
+            f"state must be the {self.state_type.__name__} that this layer returned, for "
+            f"(batch, head) = {(batch, self.heads)}, got {got}"
+        )
+
+    def _check(self, x: Tensor, context: Tensor | None, key_mask: Tensor | None) -> None:
+        weight = self.query.weight
         for name, given in (("x", x), ("context", context)):
-            if given is not None and (given.ndim != 3 or given.shape[-1] != self.dim):
+            if given is None:
+                continue
+            if given.ndim != 3 or given.shape[-1] != self.dim:
                 raise ValueError(
                     f"{name} must have shape (batch, time, {self.dim}), got {tuple(given.shape)}"
                 )
+            if given.device != weight.device:
+                raise ValueError(
+                    f"{name} is on {given.device} but the layer is on {weight.device}; "
+                    "move one with .to()"
+                )
+            mixed = given.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type)
+            if not given.is_floating_point() or (mixed and weight.is_floating_point()):
+                raise ValueError(
+                    f"{name} is {given.dtype} but the layer is {weight.dtype}; convert one with "
+                    ".to(), or use torch.autocast"
+                )
+        source = x if context is None else context
         if context is not None and self.causal:
             raise ValueError("a context needs causal=False: cross-attention has no common order")
+        if source.shape[0] != x.shape[0]:
+            raise ValueError(f"context has {source.shape[0]} rows but x has {x.shape[0]}")
+        check_key_mask(key_mask, (source.shape[0], source.shape[1]), x.device)
+
+    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as (batch, head, time, width): the one rearrangement on the way in."""
         source = x if context is None else context
         q, k, v = self.query(x), self.key(source), self.value(source)
         q, k, v = (rearrange(y, "b t (h d) -> b h t d", h=self.heads) for y in (q, k, v))
@@ -176,10 +223,20 @@ class RotaryLinearAttention(_Attention):
             raise ValueError(f"decay={decay!r} needs causal=True: without an order nothing decays")
         self.rotate, self.denominator, self.output_norm = rotate, denominator, output_norm
         self.backend, self.chunk_size = backend, chunk_size
+        options: dict[str, object] = {"features": features, "redraw_interval": redraw_interval}
+        given = {name: value for name, value in options.items() if value is not None}
         if isinstance(feature_map, str):
-            options: dict[str, object] = {"features": features, "redraw_interval": redraw_interval}
-            given = {name: value for name, value in options.items() if value is not None}
             feature_map = make_feature_map(feature_map, self.head_dim, **given)
+        elif not isinstance(feature_map, FeatureMap) or feature_map.head_dim != self.head_dim:
+            raise ValueError(
+                f"feature_map must be a name or a FeatureMap made for heads of width "
+                f"{self.head_dim}, got {feature_map!r}"
+            )
+        elif given:
+            raise ValueError(
+                f"{' and '.join(given)} must be given to the feature map itself, which was made "
+                "already; or give its name"
+            )
         self.feature_map = feature_map
         self.rotary = None
         if rotate != "none":
@@ -212,12 +269,14 @@ class RotaryLinearAttention(_Attention):
         Returns:
             (batch, time, dim) in the projections' dtype, and the `AttentionState` if asked for.
         """
+        self._check(x, context, key_mask)
+        self.check_state(state, x.shape[0])
         q, k, v = self._project(x, context)
         start = None if state is None else state.position
         at_q, at_k = self._positions(x, context, positions, context_positions, key_mask, start)
         gate = None
         if self.gate is not None:
-            gate = F.logsigmoid(rearrange(self.gate(x), "b t h -> b h t").float())
+            gate = rearrange(F.logsigmoid(full_precision(self.gate(x))), "b t h -> b h t")
         result = linear_attention(
             q,
             k,
@@ -263,6 +322,8 @@ class SoftmaxAttention(_Attention):
             same here, so that one configuration serves both layers), or "none".
         others: as in `RotaryLinearAttention`.
     """
+
+    state_type = KeyValueCache
 
     def __init__(
         self,
@@ -310,6 +371,8 @@ class SoftmaxAttention(_Attention):
         """Attend; arguments as in `RotaryLinearAttention.forward`."""
         if (state is not None or return_state) and not self.causal:
             raise ValueError("a state needs causal=True")
+        self._check(x, context, key_mask)
+        self.check_state(state, x.shape[0])
         q, k, v = self._project(x, context)
         start = None if state is None else state.position
         at_q, at_k = self._positions(x, context, positions, context_positions, key_mask, start)

@@ -116,7 +116,8 @@ class RandomFeatures(FeatureMap):
     draws and never counts, so evaluation, activation checkpointing and compiled graphs see a
     constant. W, the step count and the seed are in `state_dict`; draw number i is a function of
     (seed, i), so that replicas that share the seed (as after DistributedDataParallel's first
-    broadcast) and resumed runs redraw the same matrix.
+    broadcast; with broadcast_buffers=False give all of them one seed) and resumed runs redraw the
+    same matrix.
 
     Source: Choromanski et al. 2020, arXiv 2009.14794, section 2.3-2.4.
     """
@@ -134,7 +135,7 @@ class RandomFeatures(FeatureMap):
         seed: int | None = None,
     ) -> None:
         if features is None:
-            features = max(2, int(head_dim * math.log(head_dim)))
+            features = max(2, int(head_dim * math.log(max(1, head_dim))))
             features += features % 2
         super().__init__(head_dim, features)
         if redraw_interval is not None and redraw_interval < 1:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linear_rope.causal import causal_product
+from linear_rope.causal import BACKENDS, causal_product
 from linear_rope.feature_maps import FeatureMap, log_floor, make_feature_map
 from linear_rope.rotary import Rotary, can_read, next_position, resolve_positions
 
@@ -103,11 +103,13 @@ def linear_attention(
         ValueError: arguments that do not fit; the message names the argument, value and remedy.
     """
     phi = _feature_map(feature_map, q)
-    _check(q, k, v, rotate, denominator, causal, key_mask, log_decay, state, return_state)
+    _check(q, k, v, rotate, denominator, causal, key_mask, log_decay, state, return_state, backend)
+    _check_state(state, phi, q, v)
     out_dtype = q.dtype
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, device = q.shape[0], q.device
-    with torch.autocast(device.type, enabled=False):
+    # Shapes on the meta device know no autocast of their own.
+    with torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         start = None if state is None else state.position
         one_clock = q.shape[2] == k.shape[2] and key_positions is None
@@ -269,6 +271,19 @@ def _inverse(den: Tensor, signed: bool) -> Tensor:
     return den.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)
 
 
+def check_key_mask(key_mask: Tensor | None, want: tuple[int, int], device: torch.device) -> None:
+    """Refuses a mask that is not bool of shape `want`: others would broadcast, or add to scores."""
+    if key_mask is None:
+        return
+    if key_mask.dtype != torch.bool or key_mask.shape != want:
+        raise ValueError(
+            f"key_mask must be bool of shape (batch, key time) = {want}, True at real keys, "
+            f"got {key_mask.dtype} of shape {tuple(key_mask.shape)}"
+        )
+    if key_mask.device != device:
+        raise ValueError(f"key_mask is on {key_mask.device} but the input is on {device}")
+
+
 def _check_width(rotary: Rotary, features: Tensor) -> None:
     if rotary.width != features.shape[-1]:
         raise ValueError(
@@ -288,10 +303,12 @@ def _check(
     log_decay: Tensor | None,
     state: AttentionState | None,
     return_state: bool,
+    backend: str,
 ) -> None:
     for name, value, known in (
         ("rotate", rotate, ROTATE),
         ("denominator", denominator, DENOMINATORS),
+        ("backend", backend, ("auto", *BACKENDS)),
     ):
         if value not in known:
             raise ValueError(f"{name}={value!r} is unknown; choose one of: {', '.join(known)}")
@@ -321,15 +338,7 @@ def _check(
             f"causal attention needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}; "
             "use causal=False for cross-attention, or pass the past as `state`"
         )
-    if key_mask is not None:
-        want = (k.shape[0], k.shape[2])
-        if key_mask.dtype != torch.bool or key_mask.shape != want:
-            raise ValueError(
-                f"key_mask must be bool of shape (batch, key time) = {want}, True at real keys, "
-                f"got {key_mask.dtype} of shape {tuple(key_mask.shape)}"
-            )
-        if key_mask.device != q.device:
-            raise ValueError(f"key_mask is on {key_mask.device} but q is on {q.device}")
+    check_key_mask(key_mask, (k.shape[0], k.shape[2]), q.device)
     if log_decay is not None:
         if not causal:
             raise ValueError("log_decay needs causal=True: without an order nothing decays")
@@ -338,6 +347,8 @@ def _check(
                 f"log_decay must have shape (batch, head, time) = {tuple(q.shape[:3])}, "
                 f"got {tuple(log_decay.shape)}"
             )
+        if log_decay.device != q.device:
+            raise ValueError(f"log_decay is on {log_decay.device} but q is on {q.device}")
         if can_read(log_decay) and bool((log_decay > 0).any()):
             raise ValueError(
                 "log_decay must be <= 0 (a factor of at most 1), got "
@@ -345,10 +356,30 @@ def _check(
             )
     if (state is not None or return_state) and not causal:
         raise ValueError("a state needs causal=True: non-causal attention sees all keys at once")
-    if state is not None and (
-        not isinstance(state, AttentionState) or state.S.shape[:2] != q.shape[:2]
-    ):
-        got = tuple(state.S.shape) if isinstance(state, AttentionState) else type(state).__name__
+
+
+def _check_state(state: AttentionState | None, phi: Map, q: Tensor, v: Tensor) -> None:
+    if state is None:
+        return
+    if not isinstance(state, AttentionState):
         raise ValueError(
-            f"state must be an AttentionState for (batch, head) = {tuple(q.shape[:2])}, got {got}"
+            f"state must be an AttentionState, as an earlier call returned, got {type(state)}"
         )
+    rows = (q.shape[0], q.shape[1])
+    features = getattr(phi, "feature_dim", state.S.shape[-2])  # a plain function does not tell
+    wanted = {
+        "S": (*rows, features, v.shape[-1]),
+        "z": (*rows, features),
+        "stabilizer": rows,
+        "position": rows[:1],
+    }
+    for name, want in wanted.items():
+        x: Tensor = getattr(state, name)
+        if x.shape != want or x.device != q.device:
+            raise ValueError(
+                f"state.{name} must have shape {want} on {q.device}, got {tuple(x.shape)} on "
+                f"{x.device}; pass the state of an earlier call with the same sizes, or none"
+            )
+        if x.is_floating_point() == (name == "position"):
+            kind = "int64" if name == "position" else "floating-point"
+            raise ValueError(f"state.{name} must be {kind}, got dtype {x.dtype}")

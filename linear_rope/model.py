@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linear_rope.attention import DECAYS, GATE_BIAS, RotaryLinearAttention, SoftmaxAttention
-from linear_rope.feature_maps import RandomFeatures
-from linear_rope.rotary import resolve_positions
+from linear_rope.causal import BACKENDS
+from linear_rope.feature_maps import FEATURE_MAPS, RandomFeatures
+from linear_rope.functional import DENOMINATORS, ROTATE, check_key_mask
+from linear_rope.rotary import PAIRINGS, can_read, has_values, resolve_positions
 
 __all__ = ["Block", "Config", "Encoder", "LanguageModel"]
 
@@ -65,23 +68,38 @@ class Config:
     chunk_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "layers", "heads"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
-        for name, known in (
+        for name in ("vocab_size", "dim", "layers", "heads", "max_length"):
+            value = getattr(self, name)
+            if name == "max_length" and value is None:
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+        known: tuple[tuple[str, Iterable[str]], ...] = (
             ("attention", ATTENTION),
+            ("feature_map", FEATURE_MAPS),
             ("position", POSITIONS),
+            ("rotate", ROTATE),
+            ("denominator", DENOMINATORS),
             ("decay", DECAYS),
-        ):
-            if getattr(self, name) not in known:
+            ("pairing", PAIRINGS),
+            ("backend", ("auto", *BACKENDS)),
+        )
+        for name, names in known:
+            if getattr(self, name) not in names:
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; choose one of: {', '.join(known)}"
+                    f"{name}={getattr(self, name)!r} is unknown; choose one of: {', '.join(names)}"
                 )
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
+        if int(self.dim * self.mlp_ratio) < 1:
+            raise ValueError(
+                f"mlp_ratio={self.mlp_ratio} must leave the feed-forward layer at least one unit"
+            )
         if self.attention == "softmax" and self.decay != "none":
             raise ValueError(
                 f"decay={self.decay!r} needs attention='linear'; softmax attention has no state"
             )
-        if self.position == "learned" and not self.max_length:
+        if self.position == "learned" and self.max_length is None:
             raise ValueError(
                 "position='learned' needs max_length, the number of positions in its table"
             )
@@ -202,7 +220,9 @@ class _Stack(nn.Module):
                         if module.bias is not None:
                             module.bias.fill_(GATE_BIAS if name.endswith(".gate") else 0.0)
                     generator = torch.Generator().manual_seed(_seed(seed, name))
-                    drawn = torch.randn(module.weight.shape, generator=generator, device="cpu")
+                    drawn = torch.randn(
+                        module.weight.shape, generator=generator, dtype=torch.float32, device="cpu"
+                    )
                     module.weight.copy_(drawn * std)
 
     def _initialize_at_construction(self) -> None:
@@ -216,15 +236,27 @@ class _Stack(nn.Module):
         key_mask: Tensor | None,
         state: State | None,
     ) -> Tensor:
-        if tokens.ndim != 2 or tokens.is_floating_point():
+        if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(
-                "tokens must be integers of shape (batch, time), got "
-                f"{tokens.dtype} of shape {tuple(tokens.shape)}"
+                "tokens must be integers (int64 or int32; convert with .long()) of shape "
+                f"(batch, time), got {tokens.dtype} of shape {tuple(tokens.shape)}"
             )
-        if state is not None and len(state) != len(self.blocks):
-            raise ValueError(
-                f"state must hold one entry a layer ({len(self.blocks)}), got {len(state)}"
-            )
+        if can_read(tokens) and tokens.numel():
+            low, high = int(tokens.min()), int(tokens.max())
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(
+                    f"tokens must be in [0, vocab_size={self.config.vocab_size}), got "
+                    f"{low if low < 0 else high}"
+                )
+        check_key_mask(key_mask, (tokens.shape[0], tokens.shape[1]), tokens.device)
+        if state is not None:
+            if type(state) not in (tuple, list) or len(state) != len(self.blocks):
+                raise ValueError(
+                    f"state must be a tuple of one entry a layer ({len(self.blocks)}), as an "
+                    f"earlier call returned it, got {type(state).__name__} of {len(state)}"
+                )
+            for block, entry in zip(self.blocks, state, strict=True):
+                block.attention.check_state(entry, tokens.shape[0])  # type: ignore[operator,union-attr]
         return resolve_positions(
             tokens.shape[1],
             positions,
@@ -238,7 +270,7 @@ class _Stack(nn.Module):
         x = self.embedding(tokens)
         if self.position_embedding is not None:
             table = self.position_embedding
-            if not torch.compiler.is_compiling() and positions.numel():
+            if has_values(positions) and positions.numel():
                 last = int(positions.max())
                 if last >= table.num_embeddings:
                     raise ValueError(
@@ -367,7 +399,7 @@ class LanguageModel(_Stack):
             prompt, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
         )
         try:
-            new = [token for token, _ in zip(tokens, range(max_new_tokens), strict=False)]
+            new = list(islice(tokens, max_new_tokens))
         finally:
             tokens.close()  # type: ignore[attr-defined]
         return torch.cat([prompt, *(token[:, None] for token in new)], dim=1)
@@ -424,10 +456,13 @@ def pick(
     """One token a row from logits (batch, vocab): greedy at temperature 0, else a draw."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float() / temperature
+    # Relative to the largest logit, so that a tiny temperature overflows to -inf only.
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
-        least = logits.topk(top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
+        best = logits.topk(top_k, dim=-1).indices  # by index: of equal logits no more than k stay
+        kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, best, True)
+        logits = logits.masked_fill(~kept, -torch.inf)
     if top_p is not None and top_p < 1:
         ordered, order = logits.softmax(-1).sort(-1, descending=True)
         # A token stays if those before it have not reached p yet: the first one always stays.

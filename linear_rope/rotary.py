@@ -210,8 +210,13 @@ def _check_positions(positions: Tensor, length: int, batch: int | None) -> None:
 
 def can_read(x: Tensor) -> bool:
     """Whether looking at x's values costs nothing: on the CPU, outside a trace or a transform."""
+    return x.device.type == "cpu" and has_values(x)
+
+
+def has_values(x: Tensor) -> bool:
+    """Whether x's values can be looked at, if need be by waiting for its device."""
     return (
-        x.device.type == "cpu"
+        x.device.type != "meta"
         and not torch.compiler.is_compiling()
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
     )

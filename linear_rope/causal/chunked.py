@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linear_rope.causal.reference import empty_state
+from linear_rope.causal.reference import empty_state, widened
 
 # Rows (heads x tokens) a block: small enough for its temporaries to be reused while still in the
 # cache, large enough to keep torch's overhead a call small.
@@ -150,9 +150,7 @@ class _Decay:
         self.lower = lower  # (C, C) of ones up to the diagonal
         self.pairs = self.from_start = self.to_end = self.whole = None
         if g is not None:
-            # Sums in float64: a strong decay makes them large, and what counts are differences.
-            wide = torch.float32 if g.device.type == "mps" else torch.float64
-            total = _cut(g.unsqueeze(-1), block).squeeze(-1).to(wide).cumsum(-1)  # (g, h, n, C)
+            total = widened(_cut(g.unsqueeze(-1), block).squeeze(-1)).cumsum(-1)  # (g, h, n, C)
             pairs = (total[..., :, None] - total[..., None, :]).to(g.dtype)
             # Above the diagonal the exponent is positive and may overflow: cut it before exp.
             self.pairs = pairs.clamp_(max=0.0).exp_().mul_(lower)  # exp(G_i - G_j), j <= i

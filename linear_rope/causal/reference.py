@@ -15,18 +15,23 @@ def reference(
     to_end: Tensor | float = 1.0  # of each key at the end,
     whole: Tensor | float = 1.0  # and of the initial state at the end
     if log_decay is not None:
-        total = log_decay.cumsum(-1)  # (B, H, T)
+        total = widened(log_decay).cumsum(-1)  # (B, H, T)
         # exp only of the lower triangle: above it the differences are positive and may overflow
-        scores = scores * (total[..., :, None] - total[..., None, :]).tril().exp()
-        to_query = total.exp()[..., None]
-        to_end = (total[..., -1:] - total).exp()[..., None]
-        whole = total[..., -1:].exp()[..., None] if total.shape[-1] else 1.0
+        scores = scores * (total[..., :, None] - total[..., None, :]).tril().exp().to(q.dtype)
+        to_query = total.exp().to(q.dtype)[..., None]
+        to_end = (total[..., -1:] - total).exp().to(q.dtype)[..., None]
+        whole = total[..., -1:].exp().to(q.dtype)[..., None] if total.shape[-1] else 1.0
     out = scores @ v
     final = (k * to_end).mT @ v
     if state is not None:
         out = out + (q * to_query) @ state
         final = final + whole * state
     return out, final
+
+
+def widened(log_decay: Tensor) -> Tensor:
+    """In float64 (Apple's GPUs have none): sums of log decays grow, and their differences count."""
+    return log_decay if log_decay.device.type == "mps" else log_decay.to(torch.float64)
 
 
 def empty_state(k: Tensor, v: Tensor) -> Tensor:
