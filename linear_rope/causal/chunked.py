@@ -64,10 +64,12 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_final: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, starts = ctx.saved_tensors
+        # A decay that no one trains (a stabilizer's, a document's end) costs no gradient.
+        want_dg = g is not None and ctx.needs_input_grad[3]
         dq, dk, dv, dg, d_state = _ChunkedBackward.apply(
-            q, k, v, g, starts, d_out, d_final, ctx.chunk_size
+            q, k, v, g, starts, d_out, d_final, ctx.chunk_size, want_dg
         )
-        return dq, dk, dv, (None if g is None else dg), (d_state if ctx.has_state else None), None
+        return dq, dk, dv, (dg if want_dg else None), (d_state if ctx.has_state else None), None
 
 
 class _ChunkedBackward(torch.autograd.Function):
@@ -85,8 +87,9 @@ class _ChunkedBackward(torch.autograd.Function):
         d_out: Tensor,
         d_final: Tensor,
         chunk_size: int,
+        want_dg: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return _backward(q, k, v, g, starts, d_out, d_final, chunk_size)
+        return _backward(q, k, v, g, starts, d_out, d_final, chunk_size, want_dg)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -261,15 +264,17 @@ def _backward(
     d_out: Tensor,
     d_final: Tensor,
     chunk_size: int,
+    want_dg: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, log decay (empty without one) and initial state."""
+    """Gradients of q, k, v, log decay (empty if unwanted) and initial state."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dg = torch.empty(q.shape[:3] if g is not None else (0,), dtype=q.dtype, device=q.device)
+    dg = torch.empty(q.shape[:3] if want_dg else (0,), dtype=q.dtype, device=q.device)
     d_state = d_final.clone(memory_format=torch.contiguous_format)
     blocks = _blocks(q, chunk_size)
     with _without_autocast(q):
         for group in _groups(q):
-            gg, dgg = (None, None) if g is None else (g[group], dg[group])
+            gg = None if g is None else g[group]
+            dgg = dg[group] if want_dg else None
             for number in reversed(range(len(blocks))):
                 _backward_block(
                     (q[group], k[group], v[group], gg, starts[number, group], d_out[group]),
@@ -324,9 +329,10 @@ def _(
     d_out: Tensor,
     d_final: Tensor,
     chunk_size: int,
+    want_dg: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dg = torch.empty(q.shape[:3] if g is not None else (0,), dtype=q.dtype, device=q.device)
+    dg = torch.empty(q.shape[:3] if want_dg else (0,), dtype=q.dtype, device=q.device)
     return dq, dk, dv, dg, d_final.new_empty(d_final.shape)
 
 
@@ -363,7 +369,7 @@ def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]
         for i, (a, d) in enumerate(zip(args, in_dims, strict=True))
     ]
     grads = _backward(*folded)
-    has_g = args[3] is not None
+    want_dg = args[-1]
     return tuple(
-        g.unflatten(0, (size, -1)) if i != 3 or has_g else g for i, g in enumerate(grads)
-    ), tuple(0 if i != 3 or has_g else None for i in range(5))
+        g.unflatten(0, (size, -1)) if i != 3 or want_dg else g for i, g in enumerate(grads)
+    ), tuple(0 if i != 3 or want_dg else None for i in range(5))
