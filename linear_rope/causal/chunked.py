@@ -199,8 +199,7 @@ def _without_autocast(q: Tensor) -> torch.autocast:
 # ---- Forward ------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("linear_rope::chunked_forward", mutates_args=())
-def _forward(
+def _forward_kernel(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor | None, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, final state, and the state before each block (blocks, batch, head, M, E)."""
@@ -242,20 +241,10 @@ def _forward_block(
     carry.copy_(states[:, :, -1])
 
 
-@_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor | None, chunk_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    final = empty_state(k, v)
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    return out, final, _empty_starts(q, final, chunk_size)
-
-
 # ---- Backward -----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("linear_rope::chunked_backward", mutates_args=())
-def _backward(
+def _backward_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -319,8 +308,55 @@ def _backward_block(
     carry.copy_(d_states[:, :, 0])
 
 
-@_backward.register_fake
-def _(
+# ---- torch.func.vmap: one more batch dimension, folded into the batch ----------------------------
+
+
+def _fold(x: Any, dim: int | None, size: int, batch_axis: int = 0) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    x = (
+        x.unsqueeze(batch_axis).expand(*x.shape[:batch_axis], size, *x.shape[batch_axis:])
+        if dim is None
+        else x.movedim(dim, batch_axis)
+    )
+    return x.flatten(batch_axis, batch_axis + 1)
+
+
+def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    size = info.batch_size
+    out, final, starts = _forward(*(_fold(a, d, size) for a, d in zip(args, in_dims, strict=True)))
+    return (
+        out.unflatten(0, (size, -1)),
+        final.unflatten(0, (size, -1)),
+        starts.unflatten(1, (size, -1)),
+    ), (0, 0, 1)
+
+
+def _backward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    size, starts = info.batch_size, 4  # position of `starts`, whose batch axis is the second
+    folded = [
+        _fold(a, d, size, batch_axis=int(i == starts))
+        for i, (a, d) in enumerate(zip(args, in_dims, strict=True))
+    ]
+    grads = _backward(*folded)
+    want_dg = args[-1]
+    return tuple(
+        g.unflatten(0, (size, -1)) if i != 3 or want_dg else g for i, g in enumerate(grads)
+    ), tuple(0 if i != 3 or want_dg else None for i in range(5))
+
+
+# ---- Operators: opaque to compilers, which need to know the shapes only --------------------------
+
+
+def _forward_fake(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor | None, chunk_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    final = empty_state(k, v)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    return out, final, _empty_starts(q, final, chunk_size)
+
+
+def _backward_fake(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -336,40 +372,17 @@ def _(
     return dq, dk, dv, dg, d_final.new_empty(d_final.shape)
 
 
-# ---- torch.func.vmap: one more batch dimension, folded into the batch ----------------------------
+def _operator(name: str, kernel: Any, fake: Any, vmap: Any) -> Any:
+    """Registers a torch operator. `torch.library.custom_op` does the same with one line less, but
+    loads the whole compiler at the first call (two seconds)."""
+    schema = name + torch.library.infer_schema(kernel, mutates_args=())
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"linear_rope::{name}", fake, lib=_LIBRARY)
+    torch.library.register_vmap(f"linear_rope::{name}", vmap, lib=_LIBRARY)
+    return getattr(torch.ops.linear_rope, name)
 
 
-def _fold(x: Any, dim: int | None, size: int, batch_axis: int = 0) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    x = (
-        x.unsqueeze(batch_axis).expand(*x.shape[:batch_axis], size, *x.shape[batch_axis:])
-        if dim is None
-        else x.movedim(dim, batch_axis)
-    )
-    return x.flatten(batch_axis, batch_axis + 1)
-
-
-@_forward.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    size = info.batch_size
-    out, final, starts = _forward(*(_fold(a, d, size) for a, d in zip(args, in_dims, strict=True)))
-    return (
-        out.unflatten(0, (size, -1)),
-        final.unflatten(0, (size, -1)),
-        starts.unflatten(1, (size, -1)),
-    ), (0, 0, 1)
-
-
-@_backward.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    size, starts = info.batch_size, 4  # position of `starts`, whose batch axis is the second
-    folded = [
-        _fold(a, d, size, batch_axis=int(i == starts))
-        for i, (a, d) in enumerate(zip(args, in_dims, strict=True))
-    ]
-    grads = _backward(*folded)
-    want_dg = args[-1]
-    return tuple(
-        g.unflatten(0, (size, -1)) if i != 3 or want_dg else g for i, g in enumerate(grads)
-    ), tuple(0 if i != 3 or want_dg else None for i in range(5))
+_LIBRARY = torch.library.Library("linear_rope", "FRAGMENT")
+_forward = _operator("chunked_forward", _forward_kernel, _forward_fake, _forward_vmap)
+_backward = _operator("chunked_backward", _backward_kernel, _backward_fake, _backward_vmap)
