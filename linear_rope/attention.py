@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from linear_rope.causal import BACKENDS
 from linear_rope.feature_maps import FeatureMap, full_precision, make_feature_map
 from linear_rope.functional import DENOMINATORS, ROTATE, check_key_mask, linear_attention
-from linear_rope.rotary import Rotary, next_position, resolve_positions
+from linear_rope.rotary import check_rotation, next_position, resolve_positions
+from linear_rope.rotary_variants import make_rotary
+from linear_rope.scaling import Scaling
 from linear_rope.segments import resolve_segments
 from linear_rope.states import AttentionState, KeyValueCache
+from linear_rope.xpos import XPos
 
 __all__ = ["DECAYS", "RotaryLinearAttention", "SoftmaxAttention"]
 
@@ -32,6 +35,7 @@ class _Attention(nn.Module):
     """What both layers share: heads, projections, positions."""
 
     state_type: Any = AttentionState
+    rotary: Any  # a `Rotation`, or None
 
     def __init__(
         self,
@@ -158,6 +162,7 @@ class _Attention(nn.Module):
             documents=documents,
             batch=x.shape[0],
             device=x.device,
+            axes=getattr(self.rotary, "axes", 1),
         )
         if context is None:
             return at_q, at_q
@@ -167,6 +172,7 @@ class _Attention(nn.Module):
             key_mask=key_mask,
             batch=x.shape[0],
             device=x.device,
+            axes=getattr(self.rotary, "axes", 1),
         )
         return at_q, at_k
 
@@ -189,6 +195,8 @@ class RotaryLinearAttention(_Attention):
         redraw_interval: optimizer steps between redraws of a random map, see `RandomFeatures`.
         rotate: "after" the feature map (eq. 19), "before" it, or "none".
         rotary_base, rotary_fraction, pairing: see `Rotary`.
+        rotary_scaling: a rule for longer sequences or another rotation, by name with its options
+            ("yarn:factor=4,original_length=2048", "xpos", "axial", "learned"), see `make_rotary`.
         denominator, output_norm, backend, chunk_size: see `linear_attention`.
         decay: "none", or "learned": log_decay = logsigmoid(w x + b) a key head and token, b = 3 at
             the start (causal only). Gated as in arXiv 2312.06635, by a scalar for a vector.
@@ -215,6 +223,7 @@ class RotaryLinearAttention(_Attention):
         rotary_base: float = 10000.0,
         rotary_fraction: float = 1.0,
         pairing: str = "interleaved",
+        rotary_scaling: str | Scaling | None = None,
         denominator: str = "unrotated",
         output_norm: bool = False,
         decay: str = "none",
@@ -265,7 +274,10 @@ class RotaryLinearAttention(_Attention):
         self.rotary = None
         if rotate != "none":
             width = feature_map.feature_dim if rotate == "after" else self.head_dim
-            self.rotary = Rotary(width, rotary_base, rotary_fraction, pairing)
+            self.rotary = make_rotary(width, rotary_base, rotary_fraction, pairing, rotary_scaling)
+            check_rotation(
+                self.rotary, rotate=rotate, causal=causal, state=False, packed=False, one_clock=True
+            )
         self.gate = nn.Linear(dim, self.kv_heads) if decay == "learned" else None
         if self.gate is not None:
             nn.init.constant_(self.gate.bias, GATE_BIAS)
@@ -360,6 +372,7 @@ class SoftmaxAttention(_Attention):
         rotary_base: float = 10000.0,
         rotary_fraction: float = 1.0,
         pairing: str = "interleaved",
+        rotary_scaling: str | Scaling | None = None,
         output_norm: bool = False,
         causal: bool = True,
         dropout: float = 0.0,
@@ -381,7 +394,14 @@ class SoftmaxAttention(_Attention):
         self.output_norm = output_norm
         self.rotary = None
         if rotate != "none":
-            self.rotary = Rotary(self.head_dim, rotary_base, rotary_fraction, pairing)
+            self.rotary = make_rotary(
+                self.head_dim, rotary_base, rotary_fraction, pairing, rotary_scaling
+            )
+            if isinstance(self.rotary, XPos):
+                raise ValueError(
+                    "rotary_scaling='xpos' needs linear attention: a cache of rotated keys does "
+                    "not fade"
+                )
 
     def forward(
         self,
@@ -404,6 +424,14 @@ class SoftmaxAttention(_Attention):
         q, k, v = self._project(x, context)
         start = None if state is None else state.position
         documents = resolve_segments(x.shape[0], x.shape[1], segment_ids, cu_seqlens, x.device)
+        check_rotation(
+            self.rotary,
+            rotate="before",
+            causal=self.causal,
+            state=state is not None or return_state,
+            packed=documents is not None,
+            one_clock=context is None,
+        )
         at_q, at_k = self._positions(
             x, context, positions, context_positions, key_mask, start, documents
         )

@@ -1,4 +1,20 @@
-"""Feature maps phi: R^D -> R^M with phi(x) >= 0, the kernels of linear attention.
+"""Feature maps phi: R^D -> R^M, the kernels phi(q) . phi(k) of linear attention.
+
+| Name | phi(x) | Features M | D = 64 | Source (arXiv) |
+|---|---|---|---|---|
+| `elu+1` | x + 1 for x > 0, else exp(x) | D | 64 | 2006.16236, eq. 7 |
+| `relu` | max(x, 0) + 0.001 | D | 64 | 2009.14794, no projection |
+| `favor+` | exp(Wx' - x'.x'/2) / sqrt(M) | `features`, D ln D | 266 | 2009.14794, lemma 1 |
+| `favor+relu` | max(Wx', 0) + 0.001 | `features`, D ln D | 266 | 2009.14794, sec. 2.2 |
+| `exp` | exp(x) | D | 64 | 2402.04347 |
+| `hedgehog` | softmax(Wx), softmax(-Wx), W learned | 2 D | 128 | 2402.04347 |
+| `taylor` | 1, x', products x'_i x'_j: 1 + s + s^2/2 | 1 + D + D(D+1)/2 | 2146 | 2402.18668 |
+| `dpfp` | r_i r_(i+j), r = max([x, -x], 0), j <= nu | 2 D nu | 128 | 2102.11174 |
+| `elu+1-expand` | f -> (f, 0) for each f of `elu+1` | 2 D | 128 | see `Expand` |
+| `relu-expand` | f -> (f, 0) for each f of `relu` | 2 D | 128 | see `Expand` |
+
+x' = x / D^(1/4), s = q . k / sqrt(D). The state of a head is M x (E + 1) numbers for values of
+width E, and time and memory grow with M; `exp` and `favor+` also carry a decay, their stabilizer.
 
 A map is a module with `feature_dim` (M) and a `forward` that takes (..., D) and returns (..., M) in
 at least float32. Maps whose features are exponentials set `log_space = True` and offer
@@ -15,59 +31,34 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from linear_rope.feature_base import FeatureMap, full_precision, log_floor
+from linear_rope.random_features import (
+    RandomFeatures,
+    ReluRandomFeatures,
+    SoftmaxRandomFeatures,
+    advance_random_features,
+    orthogonal_gaussian,
+)
+
 __all__ = [
     "FEATURE_MAPS",
+    "Dpfp",
     "EluPlusOne",
+    "Exp",
+    "Expand",
     "FeatureMap",
+    "Hedgehog",
     "RandomFeatures",
     "Relu",
     "ReluRandomFeatures",
     "SoftmaxRandomFeatures",
+    "Taylor",
     "advance_random_features",
+    "full_precision",
+    "log_floor",
     "make_feature_map",
     "orthogonal_gaussian",
 ]
-
-
-def log_floor(dtype: torch.dtype) -> float:
-    """The smallest logarithm of an exponential feature: exp(-30) = 9.4e-14 in float32.
-
-    A product of two such features (8.8e-27) is a normal number, and so is its inverse times any
-    gradient, so a denominator made of them is never 0; in float32 the floor is far below rounding.
-    """
-    return -300.0 if dtype == torch.float64 else -30.0
-
-
-def full_precision(x: Tensor) -> Tensor:
-    """x in at least float32: float16 reaches 65504 only, and its exp is 0 from -17.4 on."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-class FeatureMap(nn.Module):
-    """Base class: phi maps (..., head_dim) to (..., feature_dim), non-negative.
-
-    Attributes:
-        head_dim, feature_dim: D and M.
-        log_space: True if phi is an exponential and `log_features` returns its logarithm.
-    """
-
-    log_space = False
-
-    def __init__(self, head_dim: int, feature_dim: int) -> None:
-        super().__init__()
-        if head_dim < 1 or feature_dim < 1:
-            raise ValueError(
-                f"head_dim={head_dim} and features={feature_dim} must both be at least 1"
-            )
-        self.head_dim = head_dim
-        self.feature_dim = feature_dim
-
-    def log_features(self, x: Tensor) -> Tensor:
-        """log phi(x), for maps with `log_space`."""
-        raise TypeError(f"{type(self).__name__} is not an exponential feature map (log_space)")
-
-    def extra_repr(self) -> str:
-        return f"{self.head_dim} -> {self.feature_dim}"
 
 
 class EluPlusOne(FeatureMap):
@@ -102,130 +93,212 @@ class Relu(FeatureMap):
         return full_precision(x).relu() + self.eps
 
 
-class RandomFeatures(FeatureMap):
-    """Base of FAVOR+: a projection W (M, D) of orthogonal random directions.
+class Exp(FeatureMap):
+    """phi(x) = exp(x), feature by feature; M = D.
 
-    Args:
-        head_dim: D.
-        features: M; default int(D ln D) as in Performer, rounded up to even (rotation needs pairs).
-        redraw_interval: steps between redraws of W; None never redraws.
-        seed: makes the draws reproducible; None takes one from torch's global generator.
+    `linear_attention` subtracts running maxima of x, so that any x is safe; features 30 below the
+    largest one of a query, or of the keys so far, are flat there (`log_floor`). On its own,
+    `forward` overflows above x = 88 in float32.
 
-    W is redrawn only by `advance()` (or `advance_random_features(model)`), which the training loop
-    calls once an optimizer step: with interval r, the calls r, 2r, 3r ... redraw. `forward` never
-    draws and never counts, so evaluation, activation checkpointing and compiled graphs see a
-    constant. W, the step count and the seed are in `state_dict`; draw number i is a function of
-    (seed, i), so that replicas that share the seed (as after DistributedDataParallel's first
-    broadcast; with broadcast_buffers=False give all of them one seed) and resumed runs redraw the
-    same matrix.
-
-    Source: Choromanski et al. 2020, arXiv 2009.14794, section 2.3-2.4.
-    """
-
-    projection: Tensor
-    seed: Tensor
-    steps: Tensor
-
-    def __init__(
-        self,
-        head_dim: int,
-        features: int | None = None,
-        *,
-        redraw_interval: int | None = None,
-        seed: int | None = None,
-    ) -> None:
-        if features is None:
-            features = max(2, int(head_dim * math.log(max(1, head_dim))))
-            features += features % 2
-        super().__init__(head_dim, features)
-        if redraw_interval is not None and redraw_interval < 1:
-            raise ValueError(
-                f"redraw_interval={redraw_interval} must be at least 1 step; None never redraws"
-            )
-        self.redraw_interval = redraw_interval
-        if seed is None:
-            seed = int(torch.randint(2**62, (), device="cpu"))
-        here = torch.empty(0).device  # the meta device inside `with torch.device("meta")`
-        self.register_buffer("projection", torch.empty(features, head_dim))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
-        self.register_buffer("seed", torch.full((), seed, dtype=torch.int64))
-        if here.type != "meta":
-            self._draw(seed, 0)
-
-    @property
-    def scale(self) -> float:
-        """D^(-1/4): phi(q) . phi(k) then estimates the kernel of q . k / sqrt(D)."""
-        return self.head_dim**-0.25
-
-    def reset(self, seed: int) -> None:
-        """Start again from another seed: step 0, draw 0."""
-        with torch.no_grad():
-            self.steps.zero_()
-            self.seed.fill_(seed)
-        self._draw(seed, 0)
-
-    def advance(self) -> None:
-        """Count one optimizer step; redraw the projection when the schedule says so."""
-        with torch.no_grad():
-            self.steps += 1
-        if self.redraw_interval is not None:
-            draw, early = divmod(int(self.steps), self.redraw_interval)
-            if not early:
-                self._draw(int(self.seed), draw)
-
-    def _draw(self, seed: int, number: int) -> None:
-        # Mix the two numbers so that neighbouring seeds and draws do not share a stream.
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + number) % (2**63))
-        drawn = orthogonal_gaussian(self.feature_dim, self.head_dim, generator)
-        with torch.no_grad():
-            self.projection.copy_(drawn)
-
-    def _project(self, x: Tensor) -> Tensor:
-        return (x * self.scale) @ self.projection.to(x.dtype).mT
-
-
-class SoftmaxRandomFeatures(RandomFeatures):
-    """FAVOR+: phi(x) = M^(-1/2) exp(W x' - |x'|^2 / 2), x' = x / D^(1/4).
-
-    E[phi(q) . phi(k)] = exp(q . k / sqrt(D)), the kernel of softmax attention. The estimate's
-    relative variance grows like exp(|q' + k'|^2): for unit-variance inputs of width 128 it is
-    useless (about 150 % off with M = 1024), for small norms it is good.
-
-    Source: Choromanski et al. 2020, arXiv 2009.14794, lemma 1 (positive features).
+    Source: the exponential map studied by Zhang et al. 2024 (arXiv 2402.04347).
     """
 
     log_space = True
 
+    def __init__(self, head_dim: int) -> None:
+        super().__init__(head_dim, head_dim)
+
     def log_features(self, x: Tensor) -> Tensor:
-        x = full_precision(x)
-        half_square = x.square().sum(-1, keepdim=True) * (0.5 * self.scale**2)
-        return self._project(x) - half_square - 0.5 * math.log(self.feature_dim)
+        return full_precision(x)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.log_features(x).exp()
 
 
-class ReluRandomFeatures(RandomFeatures):
-    """FAVOR+ with a generalised kernel: phi(x) = max(W x / D^(1/4), 0) + eps.
+class Hedgehog(FeatureMap):
+    """phi(x) = [softmax(W x), softmax(-W x)], softmax over the features, W learned; M = 2 D.
 
-    Source: Choromanski et al. 2020, arXiv 2009.14794, section 2.2 and appendix B (Performer-ReLU);
-    eps = 1e-3 as there keeps denominators above 0.
+    W is the identity at the start, and serves queries and keys alike. Logarithms are kept above
+    `log_floor`, so that a denominator cannot reach 0. Fitting W to the weights of a softmax model
+    (the paper's distillation) is up to the training loop.
+
+    Args:
+        head_dim: D.
+        heads: None has one W for all heads, `weight` (D, D), and takes any (..., D). A number has
+            one W a head as in the paper, `weight` (heads, D, D), and takes (..., head, time, D);
+            with grouped-query attention give the number of key heads: the query heads that share
+            a key head share its W.
+
+    Raises:
+        ValueError: heads below 1, or an input whose heads are no multiple of them.
+
+    Source: Zhang et al. 2024 (Hedgehog, arXiv 2402.04347), without the bias.
     """
 
-    def __init__(
-        self,
-        head_dim: int,
-        features: int | None = None,
-        *,
-        redraw_interval: int | None = None,
-        seed: int | None = None,
-        eps: float = 1e-3,
-    ) -> None:
-        super().__init__(head_dim, features, redraw_interval=redraw_interval, seed=seed)
+    def __init__(self, head_dim: int, *, heads: int | None = None) -> None:
+        super().__init__(head_dim, 2 * head_dim)
+        if heads is not None and heads < 1:
+            raise ValueError(f"heads={heads} must be at least 1; None shares one map")
+        self.heads = heads
+        each = () if heads is None else (heads,)
+        self.weight = nn.Parameter(torch.empty(*each, head_dim, head_dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """W = identity."""
+        with torch.no_grad():
+            self.weight.copy_(torch.eye(self.head_dim, device=self.weight.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = full_precision(x)
+        weight = self.weight.to(x.dtype)
+        if self.heads is not None:
+            if x.ndim < 3 or x.shape[-3] == 0 or x.shape[-3] % self.heads:
+                raise ValueError(
+                    f"this map has weights for {self.heads} heads and needs (..., head, time, "
+                    f"{self.head_dim}) with a multiple of them, got {tuple(x.shape)}; "
+                    "make it with the heads of the keys, or with heads=None"
+                )
+            weight = weight.repeat_interleave(x.shape[-3] // self.heads, 0)
+        y = x @ weight.mT
+        log = torch.cat([y.log_softmax(-1), (-y).log_softmax(-1)], dim=-1)
+        return log.clamp(min=log_floor(x.dtype)).exp()
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, heads={self.heads}"
+
+
+class Taylor(FeatureMap):
+    """phi(q) . phi(k) = 1 + s + s^2 / 2, s = q . k / sqrt(D): exp(s) to second order.
+
+    Features, in this order: 1; x_i / D^(1/4); x_i^2 / sqrt(2 D); x_i x_(i+j) / sqrt(D) for the
+    shifts j = 1 .. D/2 around the circle, which meet each pair once. That is 1 + D + D(D+1)/2 in
+    place of the 1 + D + D^2 of all ordered pairs; a zero is added to an odd number, for rotation
+    turns pairs.
+
+    Single features may be negative (`non_negative` is False), yet the kernel is not: 1 + s + s^2/2
+    = ((1 + s)^2 + 1) / 2 >= 1/2, so unrotated denominators are positive. Its terms cancel, which
+    costs digits once |q|^2 |k|^2 / D approaches 1e6 in float32: normalize queries and keys.
+    M grows with D^2; the paper uses D = 16 (M = 154).
+
+    Source: Arora et al. 2024 (Based, arXiv 2402.18668).
+    """
+
+    non_negative = False
+
+    def __init__(self, head_dim: int) -> None:
+        real = 1 + head_dim + head_dim * (head_dim + 1) // 2
+        super().__init__(head_dim, real + real % 2)
+        self._padding = real % 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = full_precision(x)
+        D = self.head_dim
+        y = x * D**-0.25
+        squares = y.square() * 0.5**0.5
+        # With an even D the last shift meets each of its pairs twice: the first half is enough.
+        products = shifted_products(y, D // 2)[..., : D * (D - 1) // 2]
+        parts = [torch.ones_like(x[..., :1]), y, squares, products]
+        if self._padding:
+            parts.append(torch.zeros_like(x[..., :1]))
+        return torch.cat(parts, dim=-1)
+
+
+class Dpfp(FeatureMap):
+    """Deterministic parameter-free projection: r_i r_(i+j) + eps, r = max([x, -x], 0).
+
+    i runs around the circle of the 2 D entries of r, j = 1 .. nu; M = 2 D nu. At most half of the
+    entries of r are above 0, so features are sparse and two of them are often orthogonal; eps
+    (1e-3, not in the paper) keeps denominators above 0.
+
+    Args:
+        head_dim: D.
+        nu: shifts, 1 .. 2 D - 1: the more, the finer the products.
+        eps: added to every feature.
+
+    Source: Schlag et al. 2021 (DPFP, arXiv 2102.11174), without its sum normalization.
+    """
+
+    def __init__(self, head_dim: int, *, nu: int = 1, eps: float = 1e-3) -> None:
+        super().__init__(head_dim, 2 * head_dim * max(1, nu))
+        if not 1 <= nu < 2 * head_dim:
+            raise ValueError(
+                f"nu={nu} must be between 1 and 2 D - 1 = {2 * head_dim - 1} for heads of width "
+                f"{head_dim}"
+            )
+        self.nu = nu
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._project(full_precision(x)).relu() + self.eps
+        x = full_precision(x)
+        return shifted_products(torch.cat([x.relu(), (-x).relu()], dim=-1), self.nu) + self.eps
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, nu={self.nu}"
+
+
+def shifted_products(x: Tensor, shifts: int) -> Tensor:
+    """x_i x_(i+j), i around the circle, for j = 1 .. shifts: (..., shifts * width), j outermost."""
+    width = x.shape[-1]
+    # Windows of the doubled vector are its rotations: a view, so one product does it all.
+    around = torch.cat([x, x[..., :shifts]], dim=-1).unfold(-1, width, 1)[..., 1:, :]
+    return (x.unsqueeze(-2) * around).flatten(-2)
+
+
+class Expand(FeatureMap):
+    """Each feature f of a non-negative map doubled into the pair (f, 0); M = 2 x the map's.
+
+    The interleaved `Rotary` of width M turns the pair at position m into (f cos m theta, f sin m
+    theta), so that a weight is
+
+        sum_f  f(q_m) f(k_n) cos((m - n) theta_f)  <=  sum_f  f(q_m) f(k_n),  in magnitude too:
+
+    no weight exceeds the unrotated one, their magnitudes sum to at most 1 over the unrotated
+    denominator, and outputs stay within max |v|. In plain rotation features f and g of a pair also
+    meet as f(q) g(k) sin, which this bound lacks. The price is the doubled state. The bound needs
+    pairing="interleaved" and rotate="after"; a base of any width will do, odd ones too.
+
+    Args:
+        base: the map to double; it is a submodule, so its weights are saved and moved.
+
+    Raises:
+        ValueError: a base that is no `FeatureMap`, or one with negative features, where the bound
+            does not hold.
+    """
+
+    def __init__(self, base: FeatureMap) -> None:
+        if not isinstance(base, FeatureMap):
+            raise ValueError(f"base={base!r} must be a FeatureMap, see make_feature_map")
+        if not base.non_negative:
+            raise ValueError(
+                f"base={base!r} has negative features, whose rotated weights are not bounded by "
+                "the unrotated ones; expand a non-negative map"
+            )
+        super().__init__(base.head_dim, 2 * base.feature_dim)
+        self.base = base
+        self.log_space = base.log_space
+
+    def log_features(self, x: Tensor) -> Tensor:
+        log = self.base.log_features(x)
+        return torch.stack([log, torch.full_like(log, -math.inf)], dim=-1).flatten(-2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.base(x)
+        return torch.stack([features, torch.zeros_like(features)], dim=-1).flatten(-2)
+
+
+class ExpandedEluPlusOne(Expand):
+    """`Expand` of `EluPlusOne`."""
+
+    def __init__(self, head_dim: int) -> None:
+        super().__init__(EluPlusOne(head_dim))
+
+
+class ExpandedRelu(Expand):
+    """`Expand` of `Relu`: what `linear_rope.cosformer` re-weights."""
+
+    def __init__(self, head_dim: int, eps: float = 1e-3) -> None:
+        super().__init__(Relu(head_dim, eps))
 
 
 FEATURE_MAPS: dict[str, Callable[..., FeatureMap]] = {
@@ -233,6 +306,12 @@ FEATURE_MAPS: dict[str, Callable[..., FeatureMap]] = {
     "relu": Relu,
     "favor+": SoftmaxRandomFeatures,
     "favor+relu": ReluRandomFeatures,
+    "exp": Exp,
+    "hedgehog": Hedgehog,
+    "taylor": Taylor,
+    "dpfp": Dpfp,
+    "elu+1-expand": ExpandedEluPlusOne,
+    "relu-expand": ExpandedRelu,
 }
 
 
@@ -250,28 +329,3 @@ def make_feature_map(name: str, head_dim: int, **options: object) -> FeatureMap:
         return FEATURE_MAPS[name](head_dim, **options)
     except TypeError as error:
         raise ValueError(f"feature map {name!r} does not take these options: {error}") from None
-
-
-def orthogonal_gaussian(rows: int, width: int, generator: torch.Generator | None = None) -> Tensor:
-    """`rows` random vectors, each N(0, I), orthogonal within each group of `width` of them.
-
-    Directions are Haar-distributed (`torch.nn.init.orthogonal_`), lengths are those of independent
-    Gaussian vectors (arXiv 2009.14794, section 2.4). float32 on the CPU, whatever the defaults.
-    """
-    blocks = []
-    for start in range(0, rows, width):
-        square = torch.empty(width, width, dtype=torch.float32, device="cpu")
-        torch.nn.init.orthogonal_(square, generator=generator)
-        blocks.append(square[: rows - start])
-    gaussian = torch.randn(rows, width, dtype=torch.float32, device="cpu", generator=generator)
-    return torch.cat(blocks) * gaussian.norm(dim=-1, keepdim=True)
-
-
-def advance_random_features(model: nn.Module) -> None:
-    """Count one optimizer step in every random feature map of `model`; redraw those that are due.
-
-    Call it once after each optimizer step. Maps without `redraw_interval` keep their projection.
-    """
-    for module in model.modules():
-        if isinstance(module, RandomFeatures):
-            module.advance()

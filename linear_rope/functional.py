@@ -23,14 +23,16 @@ from torch import Tensor
 from linear_rope.causal import BACKENDS, causal_product
 from linear_rope.feature_maps import FeatureMap, log_floor, make_feature_map
 from linear_rope.rotary import (
-    Rotary,
+    Rotation,
     boundaries,
     can_read,
+    check_rotation,
     next_position,
     resolve_positions,
 )
 from linear_rope.segments import resolve_segments, segment_max, segmented_cummax
 from linear_rope.states import AttentionState
+from linear_rope.xpos import XPos, fade_clock, fading_product
 
 __all__ = ["DENOMINATORS", "ROTATE", "linear_attention"]
 
@@ -52,7 +54,7 @@ def linear_attention(
     v: Tensor,
     *,
     feature_map: str | Map = "elu+1",
-    rotary: Rotary | None = None,
+    rotary: Rotation | None = None,
     rotate: str = "after",
     denominator: str = "unrotated",
     causal: bool = True,
@@ -80,7 +82,8 @@ def linear_attention(
         feature_map: phi; "elu+1" or "relu", a `FeatureMap`, or any function of (..., D) with
             non-negative output. Random feature maps hold weights: build them once and pass them.
         rotary: the rotation; None rotates nothing. Its width is the number of features of phi
-            (rotate="after") or D (rotate="before").
+            (rotate="after") or D (rotate="before"). See `Rotary` and
+            `linear_rope.rotary_variants`.
         rotate: "after" the feature map (the paper's eq. 19), "before" it, or "none".
         denominator: "unrotated" (eq. 19), "rotated" (the features of the numerator; may pass
             through 0, its magnitude is kept above 1e-6), or "none" (no division).
@@ -90,7 +93,8 @@ def linear_attention(
         log_decay: g <= 0, (batch, key head, time), causal only: the past is scaled by exp(g_t)
             before token t enters, in numerator and denominator alike.
         positions: integers, see `linear_rope.rotary.resolve_positions`: None counts from 0, or on
-            from the state; an int is the first position; (batch, 1), (time,), (batch, time).
+            from the state; an int is the first position; (batch, 1), (time,), (batch, time). An
+            axial rotation takes (time, 2) or (batch, time, 2).
         key_positions: the same for the keys; default: as for the queries when there are as many,
             else counted from 0.
         segment_ids: (batch, time) integers, several documents in a row: positions begin again and
@@ -125,11 +129,22 @@ def linear_attention(
     if documents is not None and (q.shape[2] != k.shape[2] or key_positions is not None):
         raise ValueError("segment_ids and cu_seqlens need self-attention: as many queries as keys")
     fresh = None if documents is None else boundaries(documents)
+    one_clock = q.shape[2] == k.shape[2] and key_positions is None
+    if rotate == "none":
+        rotary = None
+    check_rotation(
+        rotary,
+        rotate=rotate,
+        causal=causal,
+        state=state is not None or return_state,
+        packed=documents is not None,
+        one_clock=one_clock,
+    )
+    axes = getattr(rotary, "axes", 1)
     # Shapes on the meta device know no autocast of their own.
     with torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         start = None if state is None else state.position
-        one_clock = q.shape[2] == k.shape[2] and key_positions is None
         mask_q = key_mask if one_clock else None
         at_q = resolve_positions(
             q.shape[2],
@@ -139,11 +154,12 @@ def linear_attention(
             documents=documents,
             batch=batch,
             device=device,
+            axes=axes,
         )
         at_k = at_q
         if not one_clock:
             at_k = resolve_positions(
-                k.shape[2], key_positions, key_mask=key_mask, batch=batch, device=device
+                k.shape[2], key_positions, key_mask=key_mask, batch=batch, device=device, axes=axes
             )
 
         # 1. Features, rotated before or after.
@@ -162,8 +178,19 @@ def linear_attention(
 
         # 2. Numerator and denominator: the same primitive.
         past_S, past_z = (None, None) if state is None else (state.S, state.z.unsqueeze(-1))
+        form: Callable[..., tuple[Tensor, Tensor]] = causal_product if causal else _full_product
+        after = None
+        if return_state or isinstance(rotary, XPos):
+            after = next_position(
+                at_k, batch=batch, start=start, key_mask=key_mask, documents=documents
+            )
+        if isinstance(rotary, XPos) and after is not None:
+            clock = fade_clock(
+                at_k, batch=batch, start=start, after=after, key_mask=key_mask, fresh=fresh
+            )
+            form = partial(fading_product, rotary, clock)
         product = partial(
-            causal_product if causal else _full_product,
+            form,
             log_decay=log_decay,
             fresh=fresh,
             backend=backend,
@@ -194,7 +221,7 @@ def linear_attention(
         out = out.to(out_dtype)
     if not return_state:
         return out
-    after = next_position(at_k, batch=batch, start=start, key_mask=key_mask, documents=documents)
+    assert after is not None
     return out, AttentionState(S, z, top, after)
 
 
@@ -347,7 +374,7 @@ def check_key_mask(key_mask: Tensor | None, want: tuple[int, int], device: torch
         raise ValueError(f"key_mask is on {key_mask.device} but the input is on {device}")
 
 
-def _check_width(rotary: Rotary, features: Tensor) -> None:
+def _check_width(rotary: Rotation, features: Tensor) -> None:
     if rotary.width != features.shape[-1]:
         raise ValueError(
             f"rotary was made for width {rotary.width} but the feature map gives "

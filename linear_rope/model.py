@@ -17,6 +17,7 @@ from linear_rope.causal import BACKENDS
 from linear_rope.feature_maps import FEATURE_MAPS, RandomFeatures
 from linear_rope.functional import DENOMINATORS, ROTATE, check_key_mask
 from linear_rope.rotary import PAIRINGS, can_read, has_values, resolve_positions
+from linear_rope.rotary_variants import LearnedRotary, make_rotary
 from linear_rope.segments import resolve_segments
 from linear_rope.states import ModelState
 
@@ -35,8 +36,9 @@ class Config:
         vocab_size, dim, layers, heads: sizes; `heads` divides `dim`.
         attention: "linear" (`RotaryLinearAttention`) or "softmax" (`SoftmaxAttention`).
         kv_heads, feature_map, features, redraw_interval, rotate, denominator, output_norm,
-            qk_norm, decay, rotary_base, rotary_fraction, pairing, backend, chunk_size: see
-            `RotaryLinearAttention`.
+            qk_norm, decay, rotary_base, rotary_fraction, rotary_scaling, pairing, backend,
+            chunk_size: see `RotaryLinearAttention`; rotary_scaling is a text or None here, so that
+            a config can be saved.
         position: "rotary" (inside attention, as `rotate` says), "sinusoidal" or "learned" (added to
             the embeddings), or "none".
         max_length: rows of the table of position="learned"; nothing else has a longest length.
@@ -62,6 +64,7 @@ class Config:
     decay: str = "none"
     rotary_base: float = 10000.0
     rotary_fraction: float = 1.0
+    rotary_scaling: str | None = None
     pairing: str = "interleaved"
     max_length: int | None = None
     mlp_ratio: float = 4.0
@@ -111,6 +114,18 @@ class Config:
                 f"{' and '.join(given)} need a random feature map (favor+ or favor+relu), got "
                 f"attention={self.attention!r} and feature_map={self.feature_map!r}; omit them"
             )
+        if self.rotary_scaling is not None:
+            if self.position != "rotary":
+                raise ValueError(
+                    f"rotary_scaling={self.rotary_scaling!r} needs position='rotary', got "
+                    f"{self.position!r}; omit it"
+                )
+            if not isinstance(self.rotary_scaling, str):
+                raise ValueError(
+                    f"rotary_scaling={self.rotary_scaling!r} must be a text in a config, such as "
+                    "'yarn:factor=4,original_length=2048'"
+                )
+            make_rotary(4, self.rotary_base, scaling=self.rotary_scaling)  # refuses what it must
         if self.position == "learned" and self.max_length is None:
             raise ValueError(
                 "position='learned' needs max_length, the number of positions in its table"
@@ -136,6 +151,7 @@ class Block(nn.Module):
             "rotate": rotate,
             "rotary_base": c.rotary_base,
             "rotary_fraction": c.rotary_fraction,
+            "rotary_scaling": c.rotary_scaling,
             "pairing": c.pairing,
             "kv_heads": c.kv_heads,
             "qk_norm": c.qk_norm,
@@ -216,14 +232,14 @@ class _Stack(nn.Module):
         have: what a comparison of methods needs. Linear layers: normal with standard deviation
         1/sqrt(fan in), the two that write into the residual stream divided by sqrt(2 layers)
         (GPT-2); embeddings 0.02; biases 0 but for the decay gate's (3); norms 1; random features
-        from (seed, name) too.
+        from (seed, name) too; learned frequencies as fixed ones.
         """
         depth = math.sqrt(2 * self.config.layers)
         with torch.no_grad():
             for name, module in self.named_modules():
                 if isinstance(module, RandomFeatures):
                     module.reset(_seed(seed, name))
-                elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
+                elif isinstance(module, nn.LayerNorm | nn.RMSNorm | LearnedRotary):
                     module.reset_parameters()
                 elif isinstance(module, nn.Linear | nn.Embedding):
                     std = EMBEDDING_STD
@@ -280,6 +296,7 @@ class _Stack(nn.Module):
             documents=documents,
             batch=tokens.shape[0],
             device=tokens.device,
+            axes=getattr(self.blocks[0].attention.rotary, "axes", 1),  # type: ignore[union-attr]
         )
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:

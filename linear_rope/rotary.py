@@ -2,18 +2,37 @@
 
 R_m turns pair j of a vector by the angle m * theta_j, theta_j = base^(-2j/width), so that
 (R_m x) . (R_n y) depends on m - n only (RoFormer, arXiv 2104.09864, eq. 13-16).
+
+Rules that change theta are in `linear_rope.scaling`, other rotations in
+`linear_rope.rotary_variants`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["PAIRINGS", "Rotary", "resolve_positions", "rotate"]
+from linear_rope.scaling import Scaling, powers
+
+__all__ = ["PAIRINGS", "Rotary", "Rotation", "resolve_positions", "rotate"]
 
 PAIRINGS = ("interleaved", "half")
+
+
+class Rotation(Protocol):
+    """What `linear_attention` takes as `rotary`: a width, and a call on heads and positions.
+
+    The rest is optional, and absent means no: `axes`, the number of integers that make a position
+    (1); `by_length`, whether angles depend on the length of the call; `log_fade`, see `XPos`.
+    """
+
+    @property
+    def width(self) -> int: ...
+
+    def __call__(self, x: Tensor, positions: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -33,15 +52,20 @@ class Rotary:
             largest even number within it. The rest passes unchanged.
         pairing: "interleaved" rotates features (2j, 2j+1) together (the paper; default), "half"
             features (j, j + rotated width / 2) (as GPT-NeoX and Llama checkpoints do).
+        scaling: a rule of `linear_rope.scaling` that changes theta, such as `Linear(factor=4)`.
 
     Raises:
-        ValueError: an odd width, a fraction that rotates nothing, an unknown pairing.
+        ValueError: an odd width, a fraction that rotates nothing, an unknown pairing, a scaling
+            that is none.
     """
 
     width: int
     base: float = 10000.0
     fraction: float = 1.0
     pairing: str = "interleaved"
+    scaling: Scaling | None = None
+
+    axes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if self.width < 2 or self.width % 2:
@@ -61,6 +85,11 @@ class Rotary:
             raise ValueError(
                 f"pairing={self.pairing!r} is unknown; choose one of: {', '.join(PAIRINGS)}"
             )
+        if not (self.scaling is None or isinstance(self.scaling, Scaling)):
+            raise ValueError(
+                f"scaling={self.scaling!r} must be a rule, such as Linear(factor=4), or None; "
+                "linear_rope.scaling.make_scaling makes one by its name"
+            )
 
     @property
     def rotated_width(self) -> int:
@@ -68,33 +97,114 @@ class Rotary:
         # The small addition keeps a fraction such as 0.7 of 10, which is 6.999..., from losing one.
         return int(self.width * self.fraction + 1e-9) // 2 * 2
 
-    def frequencies(self, device: torch.device | str | None = None) -> Tensor:
-        """theta_j in radians a position, float64, (rotated width / 2,)."""
-        # A default dtype or autocast of half precision must not reach this line.
-        j = torch.arange(0, self.rotated_width, 2, dtype=torch.float64, device=device)
-        return self.base ** (-j / self.rotated_width)
+    @property
+    def by_length(self) -> bool:
+        """Whether angles depend on the length of the call (`Dynamic` scaling)."""
+        return self.scaling is not None and self.scaling.by_length
+
+    @property
+    def multiplier(self) -> float:
+        """The factor of cosines and sines; 1, but for `Yarn` scaling."""
+        return 1.0 if self.scaling is None else self.scaling.multiplier
+
+    def frequencies(
+        self, device: torch.device | str | None = None, length: Tensor | None = None
+    ) -> Tensor:
+        """theta_j in radians a position, float64, (..., rotated width / 2).
+
+        `length`, (..., 1), is that of the call, for scalings that depend on it.
+        """
+        if self.scaling is None:
+            return powers(self.base, self.rotated_width, device)
+        return self.scaling.frequencies(self.base, self.rotated_width, device, length)
+
+    def angles(self, positions: Tensor) -> Tensor:
+        """position * theta in radians, (..., time, pairs), from positions in float64."""
+        length = None
+        if self.by_length and positions.shape[-1]:
+            length = positions.amax(-1, keepdim=True) - positions.amin(-1, keepdim=True) + 1
+        theta = self.frequencies(positions.device, length)
+        if length is not None:
+            theta = theta.unsqueeze(-2)  # a row's own, over its time
+        return positions.unsqueeze(-1) * theta
 
     def tables(
         self, positions: Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin of position * theta, (..., time, rotated width / 2), at least float32."""
-        dtype = torch.promote_types(dtype, torch.float32)
-        home = positions.device
-        # Apple's GPUs have no float64: form the (small) tables on the CPU there.
-        work = torch.device("cpu") if home.type == "mps" else home
-        angles = positions.to(work, torch.float64).unsqueeze(-1) * self.frequencies(work)
-        return angles.cos().to(home, dtype), angles.sin().to(home, dtype)
+        """cos and sin of position * theta, (..., time, pairs), at least float32."""
+        return cos_and_sin(self, positions, dtype)
 
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (batch, head, time, width) by positions (time,) or (batch, time)."""
-        if x.shape[-1] != self.width:
+        return turn(self, x, positions)
+
+
+def cos_and_sin(rotation: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The tables of a rotation that knows its `angles` and `multiplier`; rounded once, here."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    home = positions.device
+    # Apple's GPUs have no float64: form the (small) tables on the CPU there.
+    work = torch.device("cpu") if home.type == "mps" else home
+    angles = rotation.angles(positions.to(work, torch.float64))
+    cos, sin = angles.cos(), angles.sin()
+    if rotation.multiplier != 1.0:
+        cos, sin = cos * rotation.multiplier, sin * rotation.multiplier
+    return cos.to(home, dtype), sin.to(home, dtype)
+
+
+def turn(rotation: Any, x: Tensor, positions: Tensor) -> Tensor:
+    """Rotate x (batch, head, time, width); positions with or without a batch axis."""
+    if x.shape[-1] != rotation.width:
+        raise ValueError(
+            f"x has width {x.shape[-1]} but this rotation was made for width {rotation.width}"
+        )
+    cos, sin = rotation.tables(positions, x.dtype)
+    if cos.ndim == 3:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # one table for all heads
+    return rotate(x, cos, sin, rotation.pairing)
+
+
+def check_rotation(
+    rotation: Any, *, rotate: str, causal: bool, state: bool, packed: bool, one_clock: bool
+) -> None:
+    """Refuses what a rotation cannot do.
+
+    Args:
+        rotate: "after" or "before" the feature map. causal: whether keys ahead are unseen.
+        state: a state is given or asked for. packed: rows hold several documents.
+        one_clock: queries and keys share their positions.
+
+    Raises:
+        ValueError: one sentence with the reason and what to do instead.
+    """
+    if getattr(rotation, "by_length", False):
+        if state:
             raise ValueError(
-                f"x has width {x.shape[-1]} but this rotation was made for width {self.width}"
+                "dynamic scaling cannot take or return a state: its angles depend on the length of "
+                "the whole sequence, and those of keys already in the sum cannot be changed; run "
+                "whole sequences, or use the scaling 'ntk' or 'yarn'"
             )
-        cos, sin = self.tables(positions, x.dtype)
-        if positions.ndim == 2:
-            cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # one table for all heads
-        return rotate(x, cos, sin, self.pairing)
+        if packed or not one_clock:
+            raise ValueError(
+                "dynamic scaling needs one sequence a row and the same positions for queries and "
+                "keys: its angles depend on the one length of the call; use the scaling 'ntk' or "
+                "'yarn'"
+            )
+    if getattr(rotation, "axes", 1) > 1 and state:
+        raise ValueError(
+            "axial positions cannot take or return a state: a state counts on along one axis; run "
+            "whole sequences"
+        )
+    if getattr(rotation, "log_fade", None) is not None:
+        if not causal:
+            raise ValueError(
+                "xPos needs causal=True: keys ahead of a query would grow with their distance"
+            )
+        if rotate != "after":
+            raise ValueError(
+                f'xPos needs rotate="after", got {rotate!r}: its decay does not pass through a '
+                "feature map"
+            )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: str = "interleaved") -> Tensor:
@@ -135,6 +245,7 @@ def resolve_positions(
     documents: Tensor | None = None,
     batch: int | None = None,
     device: torch.device | str | None = None,
+    axes: int = 1,
 ) -> Tensor:
     """The integer position of every token, (time,) or (batch, time) int64.
 
@@ -148,11 +259,15 @@ def resolve_positions(
             left-padded row has the row's first position). Explicit ids are not recounted.
         documents: (batch, time), one id a document: the count begins again with each of them.
         batch: rows, to check shapes; None accepts any.
+        axes: more than 1 (a rotation's `axes`) takes ids only, with that many numbers a token:
+            (time, axes) or (batch, time, axes), returned as int64.
 
     Raises:
         ValueError: positions that are not integers, negative, or of another shape.
     """
     first: int | Tensor
+    if axes > 1:
+        return _several_axes(positions, length, batch, axes).to(device=device, dtype=torch.int64)
     if isinstance(positions, Tensor):
         _check_positions(positions, length, batch)
         first = positions.to(device=device, dtype=torch.int64)
@@ -222,11 +337,7 @@ def boundaries(documents: Tensor) -> Tensor:
 
 
 def _check_positions(positions: Tensor, length: int, batch: int | None) -> None:
-    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
-        raise ValueError(
-            f"positions must be integers, got dtype {positions.dtype}; "
-            "pass position ids as int64 (angles are formed from them in float64)"
-        )
+    _check_integers(positions)
     shape, rows = tuple(positions.shape), "batch" if batch is None else batch
     fits = positions.ndim == 0 or (positions.ndim == 1 and shape[0] == length)
     if positions.ndim == 2:
@@ -235,6 +346,32 @@ def _check_positions(positions: Tensor, length: int, batch: int | None) -> None:
         raise ValueError(
             f"positions must be a single integer, or have shape (time,) = ({length},), "
             f"(batch, time) = ({rows}, {length}) or (batch, 1) = ({rows}, 1), got {shape}"
+        )
+
+
+def _several_axes(
+    positions: int | Tensor | None, length: int, batch: int | None, axes: int
+) -> Tensor:
+    got: Any = positions
+    if isinstance(positions, Tensor):
+        _check_integers(positions)
+        got = tuple(positions.shape)
+        rows_fit = positions.ndim == 2 or (positions.ndim == 3 and batch in (None, got[0]))
+        if rows_fit and got[-2:] == (length, axes):
+            return positions
+    rows = "batch" if batch is None else batch
+    raise ValueError(
+        f"positions of {axes} axes must be given as integers of shape (time, {axes}) = "
+        f"({length}, {axes}) or (batch, time, {axes}) = ({rows}, {length}, {axes}), got {got}; for "
+        "an image see linear_rope.rotary_variants.grid_positions"
+    )
+
+
+def _check_integers(positions: Tensor) -> None:
+    if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
+        raise ValueError(
+            f"positions must be integers, got dtype {positions.dtype}; "
+            "pass position ids as int64 (angles are formed from them in float64)"
         )
     if can_read(positions) and positions.numel() and int(positions.min()) < 0:
         raise ValueError(
