@@ -10,7 +10,7 @@ if importlib.util.find_spec("numpy") is None:
     # Nothing here needs NumPy; torch warns, when it is imported, that it is not there.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
-from linear_rope.attention import KeyValueCache, RotaryLinearAttention, SoftmaxAttention
+from linear_rope.attention import RotaryLinearAttention, SoftmaxAttention
 from linear_rope.causal import BACKENDS, causal_product
 from linear_rope.feature_maps import (
     FEATURE_MAPS,
@@ -18,9 +18,10 @@ from linear_rope.feature_maps import (
     advance_random_features,
     make_feature_map,
 )
-from linear_rope.functional import AttentionState, linear_attention
+from linear_rope.functional import linear_attention
 from linear_rope.model import Block, Config, Encoder, LanguageModel
 from linear_rope.rotary import Rotary, rotate
+from linear_rope.states import AttentionState, KeyValueCache, ModelState
 
 __version__ = "0.1.0"
 
@@ -34,6 +35,7 @@ __all__ = [
     "FeatureMap",
     "KeyValueCache",
     "LanguageModel",
+    "ModelState",
     "Rotary",
     "RotaryLinearAttention",
     "SoftmaxAttention",

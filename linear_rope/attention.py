@@ -6,7 +6,7 @@ interface and is the ceiling that comparisons need.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,16 +15,12 @@ from torch import Tensor, nn
 
 from linear_rope.causal import BACKENDS
 from linear_rope.feature_maps import FeatureMap, full_precision, make_feature_map
-from linear_rope.functional import (
-    DENOMINATORS,
-    ROTATE,
-    AttentionState,
-    check_key_mask,
-    linear_attention,
-)
+from linear_rope.functional import DENOMINATORS, ROTATE, check_key_mask, linear_attention
 from linear_rope.rotary import Rotary, next_position, resolve_positions
+from linear_rope.segments import resolve_segments
+from linear_rope.states import AttentionState, KeyValueCache
 
-__all__ = ["DECAYS", "KeyValueCache", "RotaryLinearAttention", "SoftmaxAttention"]
+__all__ = ["DECAYS", "RotaryLinearAttention", "SoftmaxAttention"]
 
 DECAYS = ("none", "learned")
 
@@ -42,8 +38,10 @@ class _Attention(nn.Module):
         dim: int,
         heads: int,
         *,
+        kv_heads: int | None,
         head_dim: int | None,
         value_dim: int | None,
+        qk_norm: bool,
         causal: bool,
         dropout: float,
         bias: bool,
@@ -64,11 +62,22 @@ class _Attention(nn.Module):
             )
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout={dropout} must be in [0, 1)")
-        self.dim, self.heads, self.causal = dim, heads, causal
+        kv_heads = heads if kv_heads is None else kv_heads
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(
+                f"kv_heads={kv_heads} does not divide heads={heads}; choose a divisor (1 is "
+                "multi-query attention)"
+            )
+        self.dim, self.heads, self.kv_heads, self.causal = dim, heads, kv_heads, causal
         self.head_dim, self.value_dim = head_dim, value_dim
         self.query = nn.Linear(dim, heads * head_dim, bias=bias)
-        self.key = nn.Linear(dim, heads * head_dim, bias=bias)
-        self.value = nn.Linear(dim, heads * value_dim, bias=bias)
+        self.key = nn.Linear(dim, kv_heads * head_dim, bias=bias)
+        self.value = nn.Linear(dim, kv_heads * value_dim, bias=bias)
+        self.query_norm: nn.Module | None = None
+        self.key_norm: nn.Module | None = None
+        if qk_norm:
+            self.query_norm = nn.RMSNorm(head_dim, eps=1e-6)
+            self.key_norm = nn.RMSNorm(head_dim, eps=1e-6)
         self.out = nn.Linear(heads * value_dim, dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
@@ -79,11 +88,11 @@ class _Attention(nn.Module):
         got = type(state).__name__
         if isinstance(state, self.state_type):
             got = f"one for {tuple(state[0].shape[:2])}"
-            if state[0].shape[:2] == (batch, self.heads):
+            if state[0].shape[:2] == (batch, self.kv_heads):
                 return
         raise ValueError(
             f"state must be the {self.state_type.__name__} that this layer returned, for "
-            f"(batch, head) = {(batch, self.heads)}, got {got}"
+            f"(batch, key head) = {(batch, self.kv_heads)}, got {got}"
         )
 
     def _check(self, x: Tensor, context: Tensor | None, key_mask: Tensor | None) -> None:
@@ -117,7 +126,10 @@ class _Attention(nn.Module):
         """q, k, v as (batch, head, time, width): the one rearrangement on the way in."""
         source = x if context is None else context
         q, k, v = self.query(x), self.key(source), self.value(source)
-        q, k, v = (rearrange(y, "b t (h d) -> b h t d", h=self.heads) for y in (q, k, v))
+        q = rearrange(q, "b t (h d) -> b h t d", h=self.heads)
+        k, v = (rearrange(y, "b t (h d) -> b h t d", h=self.kv_heads) for y in (k, v))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
         return q, k, v
 
     def _merge(self, heads: Tensor) -> Tensor:
@@ -132,7 +144,10 @@ class _Attention(nn.Module):
         context_positions: int | Tensor | None,
         key_mask: Tensor | None,
         start: Tensor | None,
+        documents: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
+        if context is not None and documents is not None:
+            raise ValueError("segment_ids and cu_seqlens need self-attention, without a context")
         if context is None and context_positions is not None:
             raise ValueError("context_positions needs a context; use positions for self-attention")
         at_q = resolve_positions(
@@ -140,6 +155,7 @@ class _Attention(nn.Module):
             positions,
             start=start,
             key_mask=key_mask if context is None else None,
+            documents=documents,
             batch=x.shape[0],
             device=x.device,
         )
@@ -163,15 +179,19 @@ class RotaryLinearAttention(_Attention):
 
     Args:
         dim, heads: model width and number of heads.
+        kv_heads: heads of keys and values, a divisor of `heads` (grouped-query attention, arXiv
+            2305.13245; 1 is multi-query); default as many. The state has one entry a key head.
         head_dim, value_dim: widths a head of queries/keys and of values; default dim / heads.
+        qk_norm: divide queries and keys by their root mean square a head, with a learned gain
+            (arXiv 2302.05442, section 2 with RMSNorm), before rotation and feature map.
         feature_map: a name in `FEATURE_MAPS` or a `FeatureMap` made for `head_dim`.
         features: number of features of a random map (even when they are rotated).
         redraw_interval: optimizer steps between redraws of a random map, see `RandomFeatures`.
         rotate: "after" the feature map (eq. 19), "before" it, or "none".
         rotary_base, rotary_fraction, pairing: see `Rotary`.
         denominator, output_norm, backend, chunk_size: see `linear_attention`.
-        decay: "none", or "learned": log_decay = logsigmoid(w x + b) a head and token, b = 3 at the
-            start (causal only). Gated as in arXiv 2312.06635, with a scalar instead of a vector.
+        decay: "none", or "learned": log_decay = logsigmoid(w x + b) a key head and token, b = 3 at
+            the start (causal only). Gated as in arXiv 2312.06635, by a scalar for a vector.
         causal: token m sees n <= m (a state can be carried), or all tokens (an encoder).
         dropout: after the output projection. bias: in the projections.
 
@@ -184,8 +204,10 @@ class RotaryLinearAttention(_Attention):
         dim: int,
         heads: int = 8,
         *,
+        kv_heads: int | None = None,
         head_dim: int | None = None,
         value_dim: int | None = None,
+        qk_norm: bool = False,
         feature_map: str | FeatureMap = "elu+1",
         features: int | None = None,
         redraw_interval: int | None = None,
@@ -205,8 +227,10 @@ class RotaryLinearAttention(_Attention):
         super().__init__(
             dim,
             heads,
+            kv_heads=kv_heads,
             head_dim=head_dim,
             value_dim=value_dim,
+            qk_norm=qk_norm,
             causal=causal,
             dropout=dropout,
             bias=bias,
@@ -242,7 +266,7 @@ class RotaryLinearAttention(_Attention):
         if rotate != "none":
             width = feature_map.feature_dim if rotate == "after" else self.head_dim
             self.rotary = Rotary(width, rotary_base, rotary_fraction, pairing)
-        self.gate = nn.Linear(dim, heads) if decay == "learned" else None
+        self.gate = nn.Linear(dim, self.kv_heads) if decay == "learned" else None
         if self.gate is not None:
             nn.init.constant_(self.gate.bias, GATE_BIAS)
 
@@ -254,6 +278,8 @@ class RotaryLinearAttention(_Attention):
         key_mask: Tensor | None = None,
         positions: int | Tensor | None = None,
         context_positions: int | Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         state: AttentionState | None = None,
         return_state: bool = False,
     ) -> Any:  # Tensor, or (Tensor, AttentionState) with return_state
@@ -264,6 +290,7 @@ class RotaryLinearAttention(_Attention):
             context: (batch, key time, dim) to attend to instead of x (causal=False only).
             key_mask: (batch, key time) bool, True at real tokens.
             positions, context_positions: integers, see `linear_rope.rotary.resolve_positions`.
+            segment_ids, cu_seqlens: several documents in a row, see `linear_attention`.
             state: from an earlier call, to continue; return_state: also return the new one.
 
         Returns:
@@ -273,7 +300,10 @@ class RotaryLinearAttention(_Attention):
         self.check_state(state, x.shape[0])
         q, k, v = self._project(x, context)
         start = None if state is None else state.position
-        at_q, at_k = self._positions(x, context, positions, context_positions, key_mask, start)
+        documents = resolve_segments(x.shape[0], x.shape[1], segment_ids, cu_seqlens, x.device)
+        at_q, at_k = self._positions(
+            x, context, positions, context_positions, key_mask, start, documents
+        )
         gate = None
         if self.gate is not None:
             gate = rearrange(F.logsigmoid(full_precision(self.gate(x))), "b t h -> b h t")
@@ -290,6 +320,7 @@ class RotaryLinearAttention(_Attention):
             log_decay=gate,
             positions=at_q,
             key_positions=None if context is None else at_k,
+            segment_ids=documents,
             output_norm=self.output_norm,
             state=state,
             return_state=return_state,
@@ -299,15 +330,6 @@ class RotaryLinearAttention(_Attention):
         if return_state:
             return self._merge(result[0]), result[1]
         return self._merge(result)
-
-
-class KeyValueCache(NamedTuple):
-    """The state of softmax attention: everything, one more row a token."""
-
-    k: Tensor  # (batch, head, past, head width), rotated
-    v: Tensor  # (batch, head, past, value width)
-    mask: Tensor  # (batch, past) bool, True at real keys
-    position: Tensor  # (batch,) int64: the position of each row's next token
 
 
 class SoftmaxAttention(_Attention):
@@ -330,8 +352,10 @@ class SoftmaxAttention(_Attention):
         dim: int,
         heads: int = 8,
         *,
+        kv_heads: int | None = None,
         head_dim: int | None = None,
         value_dim: int | None = None,
+        qk_norm: bool = False,
         rotate: str = "before",
         rotary_base: float = 10000.0,
         rotary_fraction: float = 1.0,
@@ -344,8 +368,10 @@ class SoftmaxAttention(_Attention):
         super().__init__(
             dim,
             heads,
+            kv_heads=kv_heads,
             head_dim=head_dim,
             value_dim=value_dim,
+            qk_norm=qk_norm,
             causal=causal,
             dropout=dropout,
             bias=bias,
@@ -365,6 +391,8 @@ class SoftmaxAttention(_Attention):
         key_mask: Tensor | None = None,
         positions: int | Tensor | None = None,
         context_positions: int | Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         state: KeyValueCache | None = None,
         return_state: bool = False,
     ) -> Any:  # Tensor, or (Tensor, KeyValueCache) with return_state
@@ -375,35 +403,44 @@ class SoftmaxAttention(_Attention):
         self.check_state(state, x.shape[0])
         q, k, v = self._project(x, context)
         start = None if state is None else state.position
-        at_q, at_k = self._positions(x, context, positions, context_positions, key_mask, start)
+        documents = resolve_segments(x.shape[0], x.shape[1], segment_ids, cu_seqlens, x.device)
+        at_q, at_k = self._positions(
+            x, context, positions, context_positions, key_mask, start, documents
+        )
         if self.rotary is not None:
             q, k = self.rotary(q, at_q), self.rotary(k, at_k)
-        after = next_position(at_k, batch=x.shape[0], start=start, key_mask=key_mask)
-        new, past = k.shape[2], 0
+        real = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
+        past, seen = 0, real
         if state is not None:
-            past = state.k.shape[2]
+            past, seen = state.k.shape[2], torch.cat([state.mask, real], dim=1)
             k, v = torch.cat([state.k, k], dim=2), torch.cat([state.v, v], dim=2)
-        mask = key_mask
-        if return_state or state is not None:
-            fresh = torch.ones_like(k[:, 0, past:, 0], dtype=torch.bool)
-            mask = fresh if key_mask is None else key_mask
-            if state is not None:
-                mask = torch.cat([state.mask, mask], dim=1)
-        cache = None if mask is None else KeyValueCache(k, v, mask, after)
-        plain = key_mask is None and state is None
+        # Without padding, past or documents the causal order is all there is to say.
+        plain = key_mask is None and state is None and documents is None
         allowed = None
         if not plain:
-            allowed = mask[:, None, None, :]  # type: ignore[index]
+            allowed = seen[:, None, None, :]
             if self.causal:
-                order = torch.ones(new, past + new, dtype=torch.bool, device=x.device).tril(past)
-                allowed = allowed & order
+                order = torch.ones(x.shape[1], k.shape[2], dtype=torch.bool, device=x.device)
+                allowed = allowed & order.tril(past)
+            if documents is not None:  # the past belongs to the first document
+                of_key = torch.cat([documents[:, :1].expand(-1, past), documents], dim=1)
+                allowed = allowed & (documents[:, None, :, None] == of_key[:, None, None, :])
         heads = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=allowed, is_causal=self.causal and plain
+            q,
+            k,
+            v,
+            attn_mask=allowed,
+            is_causal=self.causal and plain,
+            enable_gqa=self.kv_heads != self.heads,
         )
         if self.output_norm:
             heads = F.rms_norm(heads, heads.shape[-1:], eps=1e-6)
         merged = self._merge(heads)
-        if return_state:
-            assert cache is not None
-            return merged, cache
-        return merged
+        if not return_state:
+            return merged
+        if documents is not None:  # what follows goes on with the last document
+            seen = seen & (of_key == documents[:, -1:])
+        after = next_position(
+            at_k, batch=x.shape[0], start=start, key_mask=key_mask, documents=documents
+        )
+        return merged, KeyValueCache(k, v, seen, after)

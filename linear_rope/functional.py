@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,17 @@ from torch import Tensor
 
 from linear_rope.causal import BACKENDS, causal_product
 from linear_rope.feature_maps import FeatureMap, log_floor, make_feature_map
-from linear_rope.rotary import Rotary, can_read, next_position, resolve_positions
+from linear_rope.rotary import (
+    Rotary,
+    boundaries,
+    can_read,
+    next_position,
+    resolve_positions,
+)
+from linear_rope.segments import resolve_segments, segment_max, segmented_cummax
+from linear_rope.states import AttentionState
 
-__all__ = ["DENOMINATORS", "ROTATE", "AttentionState", "linear_attention"]
+__all__ = ["DENOMINATORS", "ROTATE", "linear_attention"]
 
 ROTATE = ("after", "before", "none")
 DENOMINATORS = ("unrotated", "rotated", "none")
@@ -33,15 +41,6 @@ DENOMINATORS = ("unrotated", "rotated", "none")
 ROTATED_FLOOR = 1e-6
 
 FLOAT16_MAX = torch.finfo(torch.float16).max
-
-
-class AttentionState(NamedTuple):
-    """All that the past leaves behind, constant in size. A value: never changed in place."""
-
-    S: Tensor  # (batch, head, features, value width): sum of k_n v_n^T, keys as in the numerator
-    z: Tensor  # (batch, head, features): sum of the keys as in the denominator
-    stabilizer: Tensor  # (batch, head): running maximum of exponential keys' logarithms
-    position: Tensor  # (batch,) int64: the position of each row's next token
 
 
 Map = FeatureMap | Callable[[Tensor], Tensor]
@@ -61,6 +60,8 @@ def linear_attention(
     log_decay: Tensor | None = None,
     positions: int | Tensor | None = None,
     key_positions: int | Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     output_norm: bool = False,
     state: AttentionState | None = None,
     return_state: bool = False,
@@ -71,8 +72,11 @@ def linear_attention(
 
     Args:
         q: queries, (batch, head, time, head width D).
-        k: keys, (batch, head, key time, D); key time = time if causal.
-        v: values, (batch, head, key time, value width E).
+        k: keys, (batch, key head, key time, D); key time = time if causal. There may be fewer key
+            heads than query heads, if their number divides: query head h uses key head
+            h // (heads / key heads) (grouped-query attention, arXiv 2305.13245; one key head is
+            multi-query attention).
+        v: values, (batch, key head, key time, value width E).
         feature_map: phi; "elu+1" or "relu", a `FeatureMap`, or any function of (..., D) with
             non-negative output. Random feature maps hold weights: build them once and pass them.
         rotary: the rotation; None rotates nothing. Its width is the number of features of phi
@@ -83,12 +87,17 @@ def linear_attention(
         causal: query m sees keys n <= m, or all keys.
         key_mask: (batch, key time) bool, True at real keys. Others count nowhere and advance no
             position; a query without any real key gives 0.
-        log_decay: g <= 0, (batch, head, time), causal only: the past is scaled by exp(g_t) before
-            token t enters, in numerator and denominator alike.
+        log_decay: g <= 0, (batch, key head, time), causal only: the past is scaled by exp(g_t)
+            before token t enters, in numerator and denominator alike.
         positions: integers, see `linear_rope.rotary.resolve_positions`: None counts from 0, or on
             from the state; an int is the first position; (batch, 1), (time,), (batch, time).
         key_positions: the same for the keys; default: as for the queries when there are as many,
             else counted from 0.
+        segment_ids: (batch, time) integers, several documents in a row: positions begin again and
+            nothing is seen across a boundary. With a state, the first document goes on from it,
+            and the state returned is that of the last one. Self-attention only.
+        cu_seqlens: the same for a flat row (batch 1): the documents' limits, see
+            `linear_rope.segments.resolve_segments`.
         output_norm: divide each head's output by its root mean square (no weights: an output
             projection that follows would absorb them).
         state: what an earlier call returned, to continue that sequence; causal only.
@@ -104,10 +113,18 @@ def linear_attention(
     """
     phi = _feature_map(feature_map, q)
     _check(q, k, v, rotate, denominator, causal, key_mask, log_decay, state, return_state, backend)
-    _check_state(state, phi, q, v)
+    _check_state(state, phi, k, v)
+    if not (rotary is None or hasattr(rotary, "width")):
+        raise ValueError(
+            f"rotary={rotary!r} must be a Rotary, such as Rotary(width), or None to rotate nothing"
+        )
     out_dtype = q.dtype
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, device = q.shape[0], q.device
+    documents = resolve_segments(batch, k.shape[2], segment_ids, cu_seqlens, device)
+    if documents is not None and (q.shape[2] != k.shape[2] or key_positions is not None):
+        raise ValueError("segment_ids and cu_seqlens need self-attention: as many queries as keys")
+    fresh = None if documents is None else boundaries(documents)
     # Shapes on the meta device know no autocast of their own.
     with torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False):
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -115,7 +132,13 @@ def linear_attention(
         one_clock = q.shape[2] == k.shape[2] and key_positions is None
         mask_q = key_mask if one_clock else None
         at_q = resolve_positions(
-            q.shape[2], positions, start=start, key_mask=mask_q, batch=batch, device=device
+            q.shape[2],
+            positions,
+            start=start,
+            key_mask=mask_q,
+            documents=documents,
+            batch=batch,
+            device=device,
         )
         at_k = at_q
         if not one_clock:
@@ -128,7 +151,7 @@ def linear_attention(
             q, k = rotary(q, at_q), rotary(k, at_k)
         top = None if state is None else state.stabilizer
         phi_q, phi_k, scale, log_decay, top = _features(
-            phi, q, k, causal, key_mask, log_decay, denominator, top
+            phi, q, k, causal, key_mask, log_decay, fresh, denominator, top
         )
         turned_q, turned_k = phi_q, phi_k
         if rotary is not None and rotate == "after":
@@ -142,23 +165,24 @@ def linear_attention(
         product = partial(
             causal_product if causal else _full_product,
             log_decay=log_decay,
+            fresh=fresh,
             backend=backend,
             chunk_size=chunk_size,
         )
         if denominator == "none":
-            num, S = product(turned_q, turned_k, v, state=past_S)
+            num, S = _grouped(product, turned_q, turned_k, v, past_S)
             out, z = num * scale, torch.zeros_like(S[..., 0])
         else:
             ones = torch.ones_like(v[..., :1])
             if denominator == "rotated" or turned_k is phi_k:
                 # Same features above and below: a column of ones in v is the denominator.
                 past = None if state is None else torch.cat([state.S, state.z[..., None]], dim=-1)
-                both, S = product(turned_q, turned_k, torch.cat([v, ones], dim=-1), state=past)
+                both, S = _grouped(product, turned_q, turned_k, torch.cat([v, ones], dim=-1), past)
                 num, den = both[..., :-1], both[..., -1:]
                 S, z = S[..., :-1], S[..., -1]
             else:
-                num, S = product(turned_q, turned_k, v, state=past_S)
-                den, z = product(phi_q, phi_k, ones, state=past_z)
+                num, S = _grouped(product, turned_q, turned_k, v, past_S)
+                den, z = _grouped(product, phi_q, phi_k, ones, past_z)
                 z = z.squeeze(-1)
             # 3. Divide, once.
             out = num * _inverse(den, denominator == "rotated" and turned_k is not phi_k)
@@ -170,7 +194,7 @@ def linear_attention(
         out = out.to(out_dtype)
     if not return_state:
         return out
-    after = next_position(at_k, batch=batch, start=start, key_mask=key_mask)
+    after = next_position(at_k, batch=batch, start=start, key_mask=key_mask, documents=documents)
     return out, AttentionState(S, z, top, after)
 
 
@@ -198,6 +222,7 @@ def _features(
     causal: bool,
     key_mask: Tensor | None,
     log_decay: Tensor | None,
+    fresh: Tensor | None,
     denominator: str,
     top: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor | float, Tensor | None, Tensor]:
@@ -227,9 +252,18 @@ def _features(
         peaks = log_k.detach().amax(-1)  # (batch, head, key time)
         if hidden is not None:
             peaks = peaks.masked_fill(hidden, -torch.inf)
-        peaks = torch.cat([top.unsqueeze(-1), peaks], dim=-1)
-        running = peaks.cummax(-1).values if causal else peaks.amax(-1, keepdim=True)
-        top = running[..., -1]
+        start_of = None if fresh is None else fresh[:, None, :]
+        if causal:
+            peaks = torch.cat([top.unsqueeze(-1), peaks], dim=-1)
+            if start_of is None:
+                running = peaks.cummax(-1).values
+            else:  # a document's features depend on that document alone
+                running = segmented_cummax(peaks, F.pad(start_of, (1, 0)))
+            top = running[..., -1]
+        elif start_of is None:
+            running = torch.cat([top.unsqueeze(-1), peaks], dim=-1).amax(-1, keepdim=True)
+        else:
+            running = segment_max(peaks, start_of)
         # Before the first real key there is nothing to scale: any finite number will do.
         finite = running.masked_fill(running == -torch.inf, 0.0)
         if causal:
@@ -239,12 +273,32 @@ def _features(
             finite = finite[..., 1:]
         query_peak = log_q.detach().amax(-1, keepdim=True)
         phi_q = (log_q - query_peak).clamp(min=floor).exp()
-        phi_k = (log_k - finite.unsqueeze(-1)).clamp(floor, 0.0).exp()
+        below = log_k - finite.unsqueeze(-1)
+        if hidden is not None:
+            below = below.masked_fill(hidden.unsqueeze(-1), floor)  # a pad may lie above
+        phi_k = below.clamp(min=floor).exp()
         if denominator == "none":
-            scale = (query_peak + finite.unsqueeze(-1)).exp()
+            groups = q.shape[1] // k.shape[1]
+            scale = (query_peak + finite.unsqueeze(-1).repeat_interleave(groups, 1)).exp()
     if hidden is not None:
         phi_k = phi_k.masked_fill(hidden.unsqueeze(-1), 0.0)
     return phi_q, phi_k, scale, log_decay, top
+
+
+def _grouped(
+    product: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The product for one or several query heads a key head; there is one state a key head."""
+    if q.shape[1] == k.shape[1]:
+        return product(q, k, v, state=state)
+    # One query head of each group at a time: the shared keys and values are never copied.
+    turns = q.unflatten(1, (k.shape[1], -1)).unbind(2)
+    results = [product(turn, k, v, state=state) for turn in turns]
+    return torch.stack([out for out, _ in results], dim=2).flatten(1, 2), results[0][1]
 
 
 def _full_product(
@@ -254,12 +308,21 @@ def _full_product(
     *,
     state: Tensor | None,
     log_decay: Tensor | None,
+    fresh: Tensor | None,
     backend: str,
     chunk_size: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """The non-causal counterpart of `causal_product`: every query sees the whole sum."""
-    S = k.mT @ v
-    return q @ S, S
+    """The non-causal counterpart of `causal_product`: every query sees its whole document."""
+    if fresh is None:
+        S = k.mT @ v
+        return q @ S, S
+    # What a token sees is what is before it and what is behind it, and itself once.
+    one_way = partial(causal_product, backend=backend, chunk_size=chunk_size)
+    before, S = one_way(q, k, v, fresh=fresh)
+    # Backward in time a document begins where forward the next one does, one token earlier.
+    fresh = F.pad(fresh[:, 1:], (0, 1)).flip(1)
+    behind, _ = one_way(q.flip(2), k.flip(2), v.flip(2), fresh=fresh)
+    return before + behind.flip(2) - (q * k).sum(-1, keepdim=True) * v, S
 
 
 def _inverse(den: Tensor, signed: bool) -> Tensor:
@@ -324,11 +387,16 @@ def _check(
                 f"q, k and v must share dtype and device: {name} is {x.dtype} on {x.device}, q is "
                 f"{q.dtype} on {q.device}; convert one with .to()"
             )
-        if x.shape[:2] != q.shape[:2]:
+        if x.shape[0] != q.shape[0]:
             raise ValueError(
-                "q, k and v must agree in batch and heads, got "
-                f"{name} {tuple(x.shape)} for q {tuple(q.shape)}"
+                f"q, k and v must agree in batch, got {name} {tuple(x.shape)} for q "
+                f"{tuple(q.shape)}"
             )
+    if k.shape[1] != v.shape[1] or k.shape[1] < 1 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"the {q.shape[1]} heads of q must be a multiple of those of k and v, which agree, got "
+            f"{k.shape[1]} and {v.shape[1]}"
+        )
     if k.shape[3] != q.shape[3]:
         raise ValueError(f"q has head width {q.shape[3]} but k has {k.shape[3]}; make them equal")
     if v.shape[2] != k.shape[2]:
@@ -342,9 +410,9 @@ def _check(
     if log_decay is not None:
         if not causal:
             raise ValueError("log_decay needs causal=True: without an order nothing decays")
-        if log_decay.shape != q.shape[:3]:
+        if log_decay.shape != k.shape[:3]:
             raise ValueError(
-                f"log_decay must have shape (batch, head, time) = {tuple(q.shape[:3])}, "
+                f"log_decay must have shape (batch, key head, time) = {tuple(k.shape[:3])}, "
                 f"got {tuple(log_decay.shape)}"
             )
         if log_decay.device != q.device:

@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
-from itertools import islice
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from linear_rope.causal import BACKENDS
 from linear_rope.feature_maps import FEATURE_MAPS, RandomFeatures
 from linear_rope.functional import DENOMINATORS, ROTATE, check_key_mask
 from linear_rope.rotary import PAIRINGS, can_read, has_values, resolve_positions
+from linear_rope.segments import resolve_segments
+from linear_rope.states import ModelState
 
 __all__ = ["Block", "Config", "Encoder", "LanguageModel"]
 
@@ -33,8 +34,9 @@ class Config:
     Args:
         vocab_size, dim, layers, heads: sizes; `heads` divides `dim`.
         attention: "linear" (`RotaryLinearAttention`) or "softmax" (`SoftmaxAttention`).
-        feature_map, features, redraw_interval, rotate, denominator, output_norm, decay,
-            rotary_base, rotary_fraction, pairing, backend, chunk_size: see `RotaryLinearAttention`.
+        kv_heads, feature_map, features, redraw_interval, rotate, denominator, output_norm,
+            qk_norm, decay, rotary_base, rotary_fraction, pairing, backend, chunk_size: see
+            `RotaryLinearAttention`.
         position: "rotary" (inside attention, as `rotate` says), "sinusoidal" or "learned" (added to
             the embeddings), or "none".
         max_length: rows of the table of position="learned"; nothing else has a longest length.
@@ -47,6 +49,7 @@ class Config:
     dim: int = 128
     layers: int = 4
     heads: int = 4
+    kv_heads: int | None = None
     attention: str = "linear"
     feature_map: str = "elu+1"
     features: int | None = None
@@ -55,6 +58,7 @@ class Config:
     rotate: str = "after"
     denominator: str = "unrotated"
     output_norm: bool = False
+    qk_norm: bool = False
     decay: str = "none"
     rotary_base: float = 10000.0
     rotary_fraction: float = 1.0
@@ -89,6 +93,8 @@ class Config:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is unknown; choose one of: {', '.join(names)}"
                 )
+        if self.dim % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide dim={self.dim}; choose a divisor")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
         if int(self.dim * self.mlp_ratio) < 1:
@@ -98,6 +104,12 @@ class Config:
         if self.attention == "softmax" and self.decay != "none":
             raise ValueError(
                 f"decay={self.decay!r} needs attention='linear'; softmax attention has no state"
+            )
+        given = [n for n in ("features", "redraw_interval") if getattr(self, n) is not None]
+        if given and (self.attention == "softmax" or not self.feature_map.startswith("favor")):
+            raise ValueError(
+                f"{' and '.join(given)} need a random feature map (favor+ or favor+relu), got "
+                f"attention={self.attention!r} and feature_map={self.feature_map!r}; omit them"
             )
         if self.position == "learned" and self.max_length is None:
             raise ValueError(
@@ -113,9 +125,6 @@ class Config:
         return cls(**values)
 
 
-State = tuple[Any, ...]  # one AttentionState (or KeyValueCache) a layer
-
-
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)): the pre-norm block of GPT-2."""
 
@@ -128,6 +137,8 @@ class Block(nn.Module):
             "rotary_base": c.rotary_base,
             "rotary_fraction": c.rotary_fraction,
             "pairing": c.pairing,
+            "kv_heads": c.kv_heads,
+            "qk_norm": c.qk_norm,
             "output_norm": c.output_norm,
             "causal": causal,
             "dropout": c.dropout,
@@ -162,6 +173,7 @@ class Block(nn.Module):
         *,
         key_mask: Tensor | None = None,
         positions: Tensor | None = None,
+        segment_ids: Tensor | None = None,
         state: Any = None,
         return_state: bool = False,
     ) -> Any:
@@ -170,6 +182,7 @@ class Block(nn.Module):
             self.attention_norm(x),
             key_mask=key_mask,
             positions=positions,
+            segment_ids=segment_ids,
             state=state,
             return_state=return_state,
         )
@@ -210,7 +223,7 @@ class _Stack(nn.Module):
             for name, module in self.named_modules():
                 if isinstance(module, RandomFeatures):
                     module.reset(_seed(seed, name))
-                elif isinstance(module, nn.LayerNorm):
+                elif isinstance(module, nn.LayerNorm | nn.RMSNorm):
                     module.reset_parameters()
                 elif isinstance(module, nn.Linear | nn.Embedding):
                     std = EMBEDDING_STD
@@ -234,7 +247,8 @@ class _Stack(nn.Module):
         tokens: Tensor,
         positions: int | Tensor | None,
         key_mask: Tensor | None,
-        state: State | None,
+        documents: Tensor | None,
+        state: ModelState | None,
     ) -> Tensor:
         if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(
@@ -250,18 +264,20 @@ class _Stack(nn.Module):
                 )
         check_key_mask(key_mask, (tokens.shape[0], tokens.shape[1]), tokens.device)
         if state is not None:
-            if type(state) not in (tuple, list) or len(state) != len(self.blocks):
+            layers = state.layers if isinstance(state, ModelState) else ()
+            if len(layers) != len(self.blocks):
                 raise ValueError(
-                    f"state must be a tuple of one entry a layer ({len(self.blocks)}), as an "
-                    f"earlier call returned it, got {type(state).__name__} of {len(state)}"
+                    f"state must be a ModelState of {len(self.blocks)} layers, as an earlier call "
+                    f"returned it, got {type(state).__name__} of {len(layers)}"
                 )
-            for block, entry in zip(self.blocks, state, strict=True):
+            for block, entry in zip(self.blocks, layers, strict=True):
                 block.attention.check_state(entry, tokens.shape[0])  # type: ignore[operator,union-attr]
         return resolve_positions(
             tokens.shape[1],
             positions,
-            start=None if state is None else state[0].position,
+            start=None if state is None else state.position,
             key_mask=key_mask,
+            documents=documents,
             batch=tokens.shape[0],
             device=tokens.device,
         )
@@ -287,10 +303,17 @@ class _Stack(nn.Module):
         tokens: Tensor,
         key_mask: Tensor | None,
         positions: int | Tensor | None,
-        state: State | None,
+        segment_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+        state: ModelState | None,
         return_state: bool,
-    ) -> tuple[Tensor, State | None]:
-        at = self._positions(tokens, positions, key_mask, state)
+    ) -> tuple[Tensor, ModelState | None]:
+        documents = None
+        if segment_ids is not None or cu_seqlens is not None:
+            documents = resolve_segments(
+                tokens.shape[0], tokens.shape[1], segment_ids, cu_seqlens, tokens.device
+            )
+        at = self._positions(tokens, positions, key_mask, documents, state)
         x = self._embed(tokens, at)
         after: list[Any] = []
         for i, block in enumerate(self.blocks):
@@ -298,13 +321,14 @@ class _Stack(nn.Module):
                 x,
                 key_mask=key_mask,
                 positions=at,
-                state=None if state is None else state[i],
+                segment_ids=documents,
+                state=None if state is None else state.layers[i],
                 return_state=return_state,
             )
             if return_state:
                 x, layer_state = x
                 after.append(layer_state)
-        return self.norm(x), tuple(after) if return_state else None
+        return self.norm(x), ModelState(tuple(after)) if return_state else None
 
 
 class LanguageModel(_Stack):
@@ -329,7 +353,9 @@ class LanguageModel(_Stack):
         *,
         key_mask: Tensor | None = None,
         positions: int | Tensor | None = None,
-        state: State | None = None,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: ModelState | None = None,
         return_state: bool = False,
     ) -> Any:
         """Logits of the next token at every position, and the new state if asked for.
@@ -338,38 +364,72 @@ class LanguageModel(_Stack):
             tokens: (batch, time) integers below vocab_size; any time from 0 up.
             key_mask: (batch, time) bool, True at real tokens (left or right padding).
             positions: see `linear_rope.rotary.resolve_positions`; default: count on from the state.
-            state: one entry a layer, as an earlier call returned it.
+            segment_ids, cu_seqlens: several documents in a row, see `linear_attention`.
+            state: as an earlier call returned it, to continue.
             return_state: return (logits, state).
         """
-        x, after = self._run(tokens, key_mask, positions, state, return_state)
+        x, after = self._run(
+            tokens, key_mask, positions, segment_ids, cu_seqlens, state, return_state
+        )
         logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
         return (logits, after) if return_state else logits
 
     @torch.no_grad()
+    def prefill(
+        self, prompt: Tensor, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, ModelState]:
+        """Read prompts; returns the logits after each row's last real token and the state.
+
+        Args:
+            prompt: (batch, time), at least one real token a row.
+            key_mask: (batch, time) bool, True at real tokens: prompts of different lengths, padded
+                left or right. Pads leave no trace: each row goes on as if it had been alone.
+
+        Returns:
+            logits (batch, vocab_size), and the `ModelState` for `decode`.
+        """
+        if prompt.ndim != 2 or prompt.shape[1] < 1:
+            raise ValueError(
+                f"prompt must have shape (batch, time) with at least one token, got "
+                f"{tuple(prompt.shape)}"
+            )
+        if key_mask is not None and can_read(key_mask) and not bool(key_mask.any(-1).all()):
+            raise ValueError(
+                "key_mask must leave at least one real token in each row of the prompt"
+            )
+        logits, state = self(prompt, key_mask=key_mask, return_state=True)
+        if key_mask is None:
+            return logits[:, -1], state
+        order = torch.arange(prompt.shape[1], device=prompt.device)
+        last = torch.where(key_mask, order, -1).amax(-1)
+        return logits[torch.arange(prompt.shape[0], device=prompt.device), last], state
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        """One more token a row, (batch,): its successor's logits (batch, vocab_size), new state."""
+        logits, state = self(tokens[:, None], state=state, return_state=True)
+        return logits[:, -1], state
+
     def stream(
         self,
         prompt: Tensor,
         *,
+        key_mask: Tensor | None = None,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:
         """Yields one token after another, (batch,), without end. Arguments as in `generate`."""
-        if prompt.ndim != 2 or prompt.shape[1] < 1:
-            raise ValueError(
-                f"prompt must have shape (batch, time) with at least one token, got "
-                f"{tuple(prompt.shape)}"
-            )
         check_sampling(temperature, top_k, top_p)
         was_training = self.training
         self.eval()
         try:
-            logits, state = self(prompt, return_state=True)
+            logits, state = self.prefill(prompt, key_mask=key_mask)
             while True:
-                token = pick(logits[:, -1], temperature, top_k, top_p, generator)
+                token = pick(logits, temperature, top_k, top_p, generator)
                 yield token
-                logits, state = self(token[:, None], state=state, return_state=True)
+                logits, state = self.decode(token, state)
         finally:
             self.train(was_training)
 
@@ -378,6 +438,7 @@ class LanguageModel(_Stack):
         prompt: Tensor,
         max_new_tokens: int,
         *,
+        key_mask: Tensor | None = None,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -388,6 +449,8 @@ class LanguageModel(_Stack):
         Args:
             prompt: (batch, time), at least one token.
             max_new_tokens: how many to add, at least 0.
+            key_mask: (batch, time) bool, for prompts of different lengths; see `prefill`. The new
+                tokens stand behind the padded prompt.
             temperature: divides the logits; 0 takes the most likely token.
             top_k: keep the k most likely tokens. top_p: keep the smallest set of the most likely
                 tokens whose probabilities sum to at least p (nucleus sampling, arXiv 1904.09751).
@@ -396,10 +459,15 @@ class LanguageModel(_Stack):
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
         tokens = self.stream(
-            prompt, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
+            prompt,
+            key_mask=key_mask,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            generator=generator,
         )
         try:
-            new = list(islice(tokens, max_new_tokens))
+            new = [token for _, token in zip(range(max_new_tokens), tokens, strict=False)]
         finally:
             tokens.close()  # type: ignore[attr-defined]
         return torch.cat([prompt, *(token[:, None] for token in new)], dim=1)
@@ -418,9 +486,11 @@ class Encoder(_Stack):
         *,
         key_mask: Tensor | None = None,
         positions: int | Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Every token sees every real one; `key_mask` (batch, time) is True at real tokens."""
-        return self._run(tokens, key_mask, positions, None, False)[0]
+        """Every token sees every real one of its document; arguments as in `LanguageModel`."""
+        return self._run(tokens, key_mask, positions, segment_ids, cu_seqlens, None, False)[0]
 
 
 def sinusoidal(positions: Tensor, dim: int) -> Tensor:

@@ -132,6 +132,7 @@ def resolve_positions(
     *,
     start: Tensor | None = None,
     key_mask: Tensor | None = None,
+    documents: Tensor | None = None,
     batch: int | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
@@ -145,6 +146,7 @@ def resolve_positions(
         start: (batch,) the first position of each row (a state's `position`); None is 0.
         key_mask: (batch, time), True at real tokens: only those count (the first real token of a
             left-padded row has the row's first position). Explicit ids are not recounted.
+        documents: (batch, time), one id a document: the count begins again with each of them.
         batch: rows, to check shapes; None accepts any.
 
     Raises:
@@ -167,6 +169,9 @@ def resolve_positions(
         first = positions
     else:
         first = 0 if start is None else start.to(device=device).unsqueeze(-1)
+    if documents is not None:
+        origin = torch.as_tensor(first, device=device).reshape(-1, 1)
+        return document_positions(documents, key_mask, origin)
     if key_mask is None:
         count = torch.arange(length, device=device)
     else:
@@ -174,17 +179,46 @@ def resolve_positions(
     return count + first
 
 
+def document_positions(documents: Tensor, key_mask: Tensor | None, origin: Tensor) -> Tensor:
+    """Positions that begin again with each document, (batch, time) int64.
+
+    A row's first document counts from `origin`, (1 or batch, 1); only real tokens count.
+    """
+    real = torch.ones_like(documents) if key_mask is None else key_mask.to(torch.int64)
+    upto = real.cumsum(-1)
+    fresh = boundaries(documents)
+    # Tokens counted before the document: the largest such number so far, for it only grows.
+    before = (upto - real).masked_fill(~fresh, 0).cummax(-1).values
+    count = (upto - 1 - before).clamp(min=0)
+    return count + torch.where(fresh.cumsum(-1) == 0, origin, 0)
+
+
 def next_position(
-    positions: Tensor, *, batch: int, start: Tensor | None, key_mask: Tensor | None
+    positions: Tensor,
+    *,
+    batch: int,
+    start: Tensor | None,
+    key_mask: Tensor | None,
+    documents: Tensor | None = None,
 ) -> Tensor:
     """The position that follows each row's last real token, (batch,) int64."""
     first = positions.new_zeros(batch) if start is None else start
     if positions.shape[-1] == 0:
         return first
+    if documents is not None:
+        last = documents == documents[:, -1:]  # the document that a following call goes on with
+        first = torch.where(last.all(-1), first, 0)
+        key_mask = last if key_mask is None else last & key_mask
     if key_mask is None:
         return (positions[..., -1] + 1).expand(batch)
     seen = torch.where(key_mask, positions, -1).amax(-1) + 1
     return torch.where(key_mask.any(-1), seen, first)
+
+
+def boundaries(documents: Tensor) -> Tensor:
+    """(batch, time) bool, True at the first token of each document but the row's first one."""
+    first = torch.zeros_like(documents[:, :1], dtype=torch.bool)
+    return torch.cat([first, documents[:, 1:] != documents[:, :-1]], dim=1)
 
 
 def _check_positions(positions: Tensor, length: int, batch: int | None) -> None:

@@ -42,6 +42,7 @@ def causal_product(
     v: Tensor,
     *,
     log_decay: Tensor | None = None,
+    fresh: Tensor | None = None,
     state: Tensor | None = None,
     backend: str = "auto",
     chunk_size: int | None = None,
@@ -56,6 +57,8 @@ def causal_product(
         v: values, (batch, head, time, value width).
         log_decay: g <= 0, (batch, head, time); None is no decay. -inf forgets the past exactly.
             Signs are the caller's promise: they are checked in `linear_attention`, not here.
+        fresh: (batch, time) bool, True where a new document begins: the state is forgotten there,
+            exactly, and nothing of it comes back through rounding.
         state: S_0, (batch, head, features, value width); None is zeros.
         backend: "reference" (quadratic, the judge), "chunked" (to train; differentiable once),
             "recurrent" (to decode), or "auto": recurrent for a single token, else chunked.
@@ -81,6 +84,10 @@ def causal_product(
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if log_decay is not None:
         log_decay = log_decay.to(dtype).clamp(min=FORGET)
+    if fresh is not None:
+        if log_decay is None:
+            log_decay = torch.zeros(q.shape[:3], dtype=dtype, device=q.device)
+        log_decay = log_decay.masked_fill(fresh[:, None, :], FORGET)
     if state is not None:
         state = state.to(dtype)
     if backend == "auto":

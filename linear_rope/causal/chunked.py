@@ -64,10 +64,12 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, d_out: Tensor, d_final: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, g, starts = ctx.saved_tensors
+        # A decay that no one trains (a stabilizer's, a document's end) costs no gradient.
+        want_dg = g is not None and ctx.needs_input_grad[3]
         dq, dk, dv, dg, d_state = _ChunkedBackward.apply(
-            q, k, v, g, starts, d_out, d_final, ctx.chunk_size
+            q, k, v, g, starts, d_out, d_final, ctx.chunk_size, want_dg
         )
-        return dq, dk, dv, (None if g is None else dg), (d_state if ctx.has_state else None), None
+        return dq, dk, dv, (dg if want_dg else None), (d_state if ctx.has_state else None), None
 
 
 class _ChunkedBackward(torch.autograd.Function):
@@ -85,8 +87,9 @@ class _ChunkedBackward(torch.autograd.Function):
         d_out: Tensor,
         d_final: Tensor,
         chunk_size: int,
+        want_dg: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return _backward(q, k, v, g, starts, d_out, d_final, chunk_size)
+        return _backward(q, k, v, g, starts, d_out, d_final, chunk_size, want_dg)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -196,8 +199,7 @@ def _without_autocast(q: Tensor) -> torch.autocast:
 # ---- Forward ------------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("linear_rope::chunked_forward", mutates_args=())
-def _forward(
+def _forward_kernel(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor | None, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, final state, and the state before each block (blocks, batch, head, M, E)."""
@@ -239,20 +241,10 @@ def _forward_block(
     carry.copy_(states[:, :, -1])
 
 
-@_forward.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor | None, chunk_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    final = empty_state(k, v)
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    return out, final, _empty_starts(q, final, chunk_size)
-
-
 # ---- Backward -----------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("linear_rope::chunked_backward", mutates_args=())
-def _backward(
+def _backward_kernel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -261,15 +253,17 @@ def _backward(
     d_out: Tensor,
     d_final: Tensor,
     chunk_size: int,
+    want_dg: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, log decay (empty without one) and initial state."""
+    """Gradients of q, k, v, log decay (empty if unwanted) and initial state."""
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dg = torch.empty(q.shape[:3] if g is not None else (0,), dtype=q.dtype, device=q.device)
+    dg = torch.empty(q.shape[:3] if want_dg else (0,), dtype=q.dtype, device=q.device)
     d_state = d_final.clone(memory_format=torch.contiguous_format)
     blocks = _blocks(q, chunk_size)
     with _without_autocast(q):
         for group in _groups(q):
-            gg, dgg = (None, None) if g is None else (g[group], dg[group])
+            gg = None if g is None else g[group]
+            dgg = dg[group] if want_dg else None
             for number in reversed(range(len(blocks))):
                 _backward_block(
                     (q[group], k[group], v[group], gg, starts[number, group], d_out[group]),
@@ -314,22 +308,6 @@ def _backward_block(
     carry.copy_(d_states[:, :, 0])
 
 
-@_backward.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    starts: Tensor,
-    d_out: Tensor,
-    d_final: Tensor,
-    chunk_size: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dg = torch.empty(q.shape[:3] if g is not None else (0,), dtype=q.dtype, device=q.device)
-    return dq, dk, dv, dg, d_final.new_empty(d_final.shape)
-
-
 # ---- torch.func.vmap: one more batch dimension, folded into the batch ----------------------------
 
 
@@ -344,8 +322,7 @@ def _fold(x: Any, dim: int | None, size: int, batch_axis: int = 0) -> Any:
     return x.flatten(batch_axis, batch_axis + 1)
 
 
-@_forward.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     size = info.batch_size
     out, final, starts = _forward(*(_fold(a, d, size) for a, d in zip(args, in_dims, strict=True)))
     return (
@@ -355,15 +332,57 @@ def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]
     ), (0, 0, 1)
 
 
-@_backward.register_vmap
-def _(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+def _backward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
     size, starts = info.batch_size, 4  # position of `starts`, whose batch axis is the second
     folded = [
         _fold(a, d, size, batch_axis=int(i == starts))
         for i, (a, d) in enumerate(zip(args, in_dims, strict=True))
     ]
     grads = _backward(*folded)
-    has_g = args[3] is not None
+    want_dg = args[-1]
     return tuple(
-        g.unflatten(0, (size, -1)) if i != 3 or has_g else g for i, g in enumerate(grads)
-    ), tuple(0 if i != 3 or has_g else None for i in range(5))
+        g.unflatten(0, (size, -1)) if i != 3 or want_dg else g for i, g in enumerate(grads)
+    ), tuple(0 if i != 3 or want_dg else None for i in range(5))
+
+
+# ---- Operators: opaque to compilers, which need to know the shapes only --------------------------
+
+
+def _forward_fake(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor | None, chunk_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    final = empty_state(k, v)
+    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    return out, final, _empty_starts(q, final, chunk_size)
+
+
+def _backward_fake(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    starts: Tensor,
+    d_out: Tensor,
+    d_final: Tensor,
+    chunk_size: int,
+    want_dg: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dg = torch.empty(q.shape[:3] if want_dg else (0,), dtype=q.dtype, device=q.device)
+    return dq, dk, dv, dg, d_final.new_empty(d_final.shape)
+
+
+def _operator(name: str, kernel: Any, fake: Any, vmap: Any) -> Any:
+    """Registers a torch operator. `torch.library.custom_op` does the same with one line less, but
+    loads the whole compiler at the first call (two seconds)."""
+    schema = name + torch.library.infer_schema(kernel, mutates_args=())
+    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"linear_rope::{name}", fake, lib=_LIBRARY)
+    torch.library.register_vmap(f"linear_rope::{name}", vmap, lib=_LIBRARY)
+    return getattr(torch.ops.linear_rope, name)
+
+
+_LIBRARY = torch.library.Library("linear_rope", "FRAGMENT")
+_forward = _operator("chunked_forward", _forward_kernel, _forward_fake, _forward_vmap)
+_backward = _operator("chunked_backward", _backward_kernel, _backward_fake, _backward_vmap)

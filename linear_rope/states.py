@@ -1,0 +1,92 @@
+"""What a sequence leaves behind: states are values, never changed in place.
+
+Every kind offers the same operations, each returning a new state:
+`detach()`, `clone()`, `to(device or dtype)`, `index_select(rows)` (for beam search: row i of the
+result is row rows[i]; rows may repeat). They pickle, and `torch.save` / `torch.load` take them with
+the safe default `weights_only=True`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["AttentionState", "KeyValueCache", "ModelState"]
+
+
+class AttentionState(NamedTuple):
+    """The past of linear attention, constant in size."""
+
+    S: Tensor  # (batch, key head, features, value width): sum of k_n v_n^T, keys as above the line
+    z: Tensor  # (batch, key head, features): sum of the keys as below it, in the denominator
+    stabilizer: Tensor  # (batch, key head): running maximum of exponential keys' logarithms
+    position: Tensor  # (batch,) int64: the position of each row's next token
+
+    def detach(self) -> AttentionState:
+        return AttentionState(*(x.detach() for x in self))
+
+    def clone(self) -> AttentionState:
+        return AttentionState(*(x.clone() for x in self))
+
+    def to(self, *args: Any, **kwargs: Any) -> AttentionState:
+        return AttentionState(*_to(self, *args, **kwargs))
+
+    def index_select(self, rows: Tensor) -> AttentionState:
+        return AttentionState(*(x.index_select(0, rows) for x in self))
+
+
+class KeyValueCache(NamedTuple):
+    """The past of softmax attention: everything, one more row a token."""
+
+    k: Tensor  # (batch, key head, past, head width), rotated
+    v: Tensor  # (batch, key head, past, value width)
+    mask: Tensor  # (batch, past) bool, True at keys that a next token may see
+    position: Tensor  # (batch,) int64: the position of each row's next token
+
+    def detach(self) -> KeyValueCache:
+        return KeyValueCache(*(x.detach() for x in self))
+
+    def clone(self) -> KeyValueCache:
+        return KeyValueCache(*(x.clone() for x in self))
+
+    def to(self, *args: Any, **kwargs: Any) -> KeyValueCache:
+        return KeyValueCache(*_to(self, *args, **kwargs))
+
+    def index_select(self, rows: Tensor) -> KeyValueCache:
+        return KeyValueCache(*(x.index_select(0, rows) for x in self))
+
+
+class ModelState(NamedTuple):
+    """The past of a model: the states of its layers, in order."""
+
+    layers: tuple[Any, ...]
+
+    @property
+    def position(self) -> Tensor:
+        """(batch,) int64: the position of each row's next token."""
+        return self.layers[0].position
+
+    def detach(self) -> ModelState:
+        return ModelState(tuple(layer.detach() for layer in self.layers))
+
+    def clone(self) -> ModelState:
+        return ModelState(tuple(layer.clone() for layer in self.layers))
+
+    def to(self, *args: Any, **kwargs: Any) -> ModelState:
+        return ModelState(tuple(layer.to(*args, **kwargs) for layer in self.layers))
+
+    def index_select(self, rows: Tensor) -> ModelState:
+        return ModelState(tuple(layer.index_select(rows) for layer in self.layers))
+
+
+def _to(tensors: Iterable[Tensor], *args: Any, **kwargs: Any) -> Iterable[Tensor]:
+    """Tensor.to for every tensor, a dtype only for the floating ones (as `nn.Module.to` does)."""
+    device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
+    for x in tensors:
+        yield x.to(device, dtype if x.is_floating_point() else None, non_blocking)
+
+
+torch.serialization.add_safe_globals([AttentionState, KeyValueCache, ModelState])
