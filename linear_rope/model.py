@@ -108,7 +108,7 @@ class Config:
         given = [n for n in ("features", "redraw_interval") if getattr(self, n) is not None]
         if given and (self.attention == "softmax" or not self.feature_map.startswith("favor")):
             raise ValueError(
-                f"{' and '.join(given)} need a random feature map (favor+ or favor+relu), got "
+                f"{' and '.join(given)} only fit a random feature map (favor+, favor+relu), got "
                 f"attention={self.attention!r} and feature_map={self.feature_map!r}; omit them"
             )
         if self.position == "learned" and self.max_length is None:
