@@ -120,7 +120,7 @@ class Plot:
     """Run folders or comparison folders; several are drawn together."""
     out: Path | None = None
     """Folder for curves.png and curves.svg (none: the first of the folders)."""
-    smoothing: float = 0.95
+    smoothing: float = 0.9
     """Factor of the exponential average of the training curve; 0: none."""
     title: str | None = None
     """Title of the figure (none: the corpus)."""
@@ -233,6 +233,9 @@ def parse(arguments: Sequence[str]) -> Command:
 
     The preset named in the arguments gives the defaults that single flags then replace, so
     ``--help`` shows the values that will be used.
+
+    Raises:
+        UserError: there is no preset of that name.
     """
     preset = _preset_in(arguments)
     settings = PRESETS[preset].settings
@@ -259,13 +262,16 @@ def parse(arguments: Sequence[str]) -> Command:
 
 def _preset_in(arguments: Sequence[str]) -> PresetName:
     name = "demo"
+    if arguments and arguments[0] not in ("train", "compare"):
+        return "demo"  # elsewhere the word can be text, such as a prompt
     for i, argument in enumerate(arguments):
         if argument == "--preset" and i + 1 < len(arguments):
             name = arguments[i + 1]
         elif argument.startswith("--preset="):
             name = argument.partition("=")[2]
-    # A wrong name is left to the parser, which says what is right.
-    return cast(PresetName, name if name in PRESETS else "demo")
+    if name not in PRESETS:
+        raise UserError(f"--preset {name!r} is unknown; known presets: {', '.join(PRESETS)}")
+    return cast(PresetName, name)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,10 +15,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from linear_rope.model import Config
+import torch
+from accelerate import Accelerator
+
+from linear_rope.model import Config, LanguageModel
 
 from . import checkpoint, run_folder
-from .corpus import load_corpus
+from .corpus import Corpus, load_corpus
 from .errors import UserError
 from .interrupt import Interrupted, Lock
 from .methods import DEFAULT_ARMS, find
@@ -27,7 +30,7 @@ from .plot import plot
 from .presets import Settings, model_fields
 from .record import training_record, versions
 from .summary import summarize, verdict
-from .train import RunResult, train
+from .train import RunResult, make_sampler, train
 
 __all__ = ["check_fair", "compare"]
 
@@ -73,6 +76,7 @@ def compare(
     }
     run_folder.check_new(out, resume=resume, overwrite=overwrite)
     corpus = load_corpus(settings.corpus, data_dir=settings.data_dir)
+    _check_possible(settings, models, seeds, corpus)
     record = {
         "arms": {
             arm: {"description": find(arm).description, "model": dataclasses.asdict(model)}
@@ -117,6 +121,18 @@ def compare(
     print(f"Picture: {pictures[0]}")
     print("\n".join(verdict(out)))
     return results
+
+
+def _check_possible(
+    settings: Settings, models: Mapping[str, Config], seeds: Sequence[int], corpus: Corpus
+) -> None:
+    """Refuse what a later run would refuse, before anything is written or trained."""
+    Accelerator(cpu=settings.cpu, mixed_precision=settings.precision)
+    for config in models.values():
+        with torch.device("meta"):  # shapes without memory: quick at any size
+            LanguageModel(config)
+    for seed in seeds:
+        make_sampler(dataclasses.replace(settings, seed=seed), corpus)
 
 
 def check_fair(results: Sequence[RunResult]) -> None:

@@ -54,6 +54,7 @@ def split_bits_per_byte(
     limit: int | None = None,
     device: str | torch.device = "cpu",
     stop: Callable[[], bool] = lambda: False,
+    report: Callable[[float], None] = lambda share: None,
     progress: bool = False,
 ) -> float | None:
     """Bits per byte over ``data``, cut into windows of ``length`` that each start afresh.
@@ -61,6 +62,8 @@ def split_bits_per_byte(
     Args:
         limit: stop after that many targets; None: all bytes but the first are targets.
         stop: asked before each batch; True abandons the evaluation, which then returns None.
+        report: told the share that is done, in (0, 1], after each batch.
+        progress: show a bar of its own.
 
     Changes neither the model nor any random state; the training mode is put back.
     """
@@ -81,6 +84,7 @@ def split_bits_per_byte(
             # A sum of many float32 losses would lose the digits that arms differ in.
             nats += losses.cpu().double().sum().item()
             targets += y.numel()
+            report(targets / total)
             bar.update(y.numel())
             bar.set_postfix_str(f"{bits_per_byte(nats / targets):.4f} bits/byte", refresh=False)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -61,10 +62,15 @@ class Interrupt:
 
 
 class Lock:
-    """At most one process works in a folder. The system frees the lock when its holder ends."""
+    """At most one process works in a folder. The system frees the lock when its holder ends.
+
+    The lock is held on a file ``.lock``, which is removed at the end; one that a killed process
+    left behind locks nothing.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._path = folder / ".lock"
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> Lock:
@@ -72,21 +78,32 @@ class Lock:
             import fcntl
         except ImportError:  # Windows: no lock, the rest works.
             return self
-        path = self._folder / ".lock"
+        while True:
+            try:
+                file = open(self._path, "ab")
+            except OSError as error:
+                raise UserError(f"the folder {self._folder} cannot be written ({error})") from error
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                raise UserError(
+                    f"another run is working in {self._folder}; wait for it or choose another --out"
+                ) from None
+            except OSError:  # A file system without locks (some network mounts): go on without.
+                pass
+            # Between our open and our lock, the last holder may have removed the file. A lock on
+            # that one keeps nobody out, who would make and lock a new file: so do we.
+            if self._still_there(file):
+                self._file = file
+                return self
+            file.close()
+
+    def _still_there(self, file: BinaryIO) -> bool:
         try:
-            self._file = open(path, "ab")
-        except OSError as error:
-            raise UserError(f"the folder {self._folder} cannot be written ({error})") from error
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            raise UserError(
-                f"another run is working in {self._folder}; wait for it or choose another --out"
-            ) from None
-        except OSError:  # A file system without locks (some network mounts): go on without.
-            pass
-        return self
+            return os.path.samestat(os.fstat(file.fileno()), os.stat(self._path))
+        except FileNotFoundError:
+            return False
 
     def __exit__(
         self,
@@ -95,4 +112,8 @@ class Lock:
         trace: TracebackType | None,
     ) -> None:
         if self._file is not None:
+            # Removed while it is locked: never a file that somebody else has locked since.
+            with contextlib.suppress(OSError):
+                self._path.unlink()
             self._file.close()
+            self._file = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
 
 from tqdm import tqdm
@@ -23,6 +24,8 @@ class ProgressBar:
     def __init__(
         self, arm: str, step: int, steps: int, tokens: int, seconds: float, shown: bool = True
     ) -> None:
+        # A file gets a line now and then, a terminal a smooth bar.
+        self._interval = 0.2 if sys.stderr.isatty() else 10.0
         self._bar = tqdm(
             total=steps,
             initial=step,
@@ -30,11 +33,21 @@ class ProgressBar:
             unit="step",
             dynamic_ncols=True,
             disable=not shown,
-            # A file gets a line now and then, a terminal a smooth bar.
-            mininterval=0.2 if sys.stderr.isatty() else 10.0,
+            mininterval=self._interval,
         )
+        self._refreshed = time.monotonic()
         self._tokens, self._seconds = tokens, seconds
         self._validation = ""
+
+    def validating(self, share: float) -> None:
+        """Say now and then how much of a validation is done, so that the bar does not look stuck.
+
+        `trained` puts the usual text back.
+        """
+        now = time.monotonic()
+        if now - self._refreshed >= self._interval:
+            self._refreshed = now
+            self._bar.set_postfix_str(f"validating {100 * share:.0f} %")
 
     def validated(self, value: str) -> None:
         """Take in a validation's bits per byte; empty: there is none."""

@@ -13,6 +13,7 @@ import json
 import math
 import signal
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,7 +40,14 @@ from .presets import Settings, model_fields
 from .progress import ProgressBar
 from .record import make_record
 
-__all__ = ["RunResult", "accumulate_gradient", "learning_rate", "make_optimizer", "train"]
+__all__ = [
+    "RunResult",
+    "accumulate_gradient",
+    "learning_rate",
+    "make_optimizer",
+    "make_sampler",
+    "train",
+]
 
 
 _VALIDATION = "validation_bits_per_byte"
@@ -101,6 +109,30 @@ def accumulate_gradient(
     return total
 
 
+def make_sampler(
+    settings: Settings, corpus: Corpus, *, rank: int = 0, world: int = 1
+) -> WindowSampler:
+    """The batches of a run.
+
+    Raises:
+        UserError: the text is too short to evaluate on.
+        ValueError: it is too short to train on, or the seed or the batch size is impossible.
+    """
+    if len(corpus.valid) < 2:
+        raise UserError(
+            f"the validation split of {corpus.name} has {len(corpus.valid)} bytes, too few to "
+            "evaluate on; use a longer text"
+        )
+    return WindowSampler(
+        corpus.train,
+        settings.length,
+        settings.batch_size,
+        settings.seeds["data"],
+        rank=rank,
+        world=world,
+    )
+
+
 class _Run:
     """The parts of a run that the loop and the checkpoint share."""
 
@@ -110,19 +142,7 @@ class _Run:
         self.device = self.accelerator.device
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self.corpus = corpus
-        if len(corpus.valid) < 2:
-            raise UserError(
-                f"the validation split of {corpus.name} has {len(corpus.valid)} bytes, too few to "
-                "evaluate on; use a longer text"
-            )
-        self.sampler = WindowSampler(
-            corpus.train,
-            settings.length,
-            settings.batch_size,
-            settings.seeds["data"],
-            rank=rank,
-            world=world,
-        )
+        self.sampler = make_sampler(settings, corpus, rank=rank, world=world)
         config = Config(**model_fields(settings, find(arm)))  # type: ignore[arg-type]
         self.module = LanguageModel(config)
         # Each parameter by its own generator, (seed, name): the same in all arms that share it.
@@ -221,8 +241,11 @@ class _Run:
         flag = torch.tensor(float(bool(interrupt)), device=self.device)
         return bool(self.accelerator.reduce(flag, "sum") > 0)
 
-    def validate(self, interrupt: Interrupt) -> str:
-        """Bits per byte on the validation split as a field of the log; empty if interrupted."""
+    def validate(self, interrupt: Interrupt, report: Callable[[float], None]) -> str:
+        """Bits per byte on the validation split as a field of the log; empty if interrupted.
+
+        ``report`` is told the share that is done.
+        """
         value = split_bits_per_byte(
             self.accelerator.unwrap_model(self.model),  # keeps its mixed precision
             self.corpus.valid,
@@ -232,6 +255,7 @@ class _Run:
             limit=self.settings.validation_bytes,
             device=self.device,
             stop=lambda: bool(interrupt) and self.accelerator.num_processes == 1,
+            report=report,
         )
         return "" if value is None else repr(value)
 
@@ -304,7 +328,7 @@ def _loop(run: _Run, out: Path, log: MetricsLog | None, interrupt: Interrupt) ->
     settings, saved = run.settings, run.step
 
     def validate() -> str:
-        value = run.validate(interrupt)
+        value = run.validate(interrupt, bar.validating)
         bar.validated(value)
         return value
 

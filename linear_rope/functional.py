@@ -106,7 +106,9 @@ def linear_attention(
 
     Returns:
         (batch, head, time, E) in q's dtype; with `return_state` also an `AttentionState`, in
-        float32 at least. All sums are in float32 at least, also under autocast.
+        float32 at least. All sums are in float32 at least, also under autocast. Rotated weights can
+        exceed 1 by orders of magnitude: what float16 cannot hold becomes its largest number, and a
+        gradient beyond its range becomes inf, for a loss scaler to see.
 
     Raises:
         ValueError: arguments that do not fit; the message names the argument, value and remedy.
@@ -408,6 +410,8 @@ def _check(
         )
     check_key_mask(key_mask, (k.shape[0], k.shape[2]), q.device)
     if log_decay is not None:
+        if not log_decay.is_floating_point():
+            raise ValueError(f"log_decay must be a floating-point tensor, got {log_decay.dtype}")
         if not causal:
             raise ValueError("log_decay needs causal=True: without an order nothing decays")
         if log_decay.shape != k.shape[:3]:

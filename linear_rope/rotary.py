@@ -91,6 +91,14 @@ class Rotary:
             raise ValueError(
                 f"x has width {x.shape[-1]} but this rotation was made for width {self.width}"
             )
+        _check_positions(positions, x.shape[-2], x.shape[0] if x.ndim == 4 else None)
+        if positions.ndim == 0 or positions.shape[-1] != x.shape[-2]:
+            raise ValueError(
+                f"positions must give one integer a token, (time,) or (batch, time) with time = "
+                f"{x.shape[-2]}, got shape {tuple(positions.shape)}"
+            )
+        if positions.device != x.device:
+            raise ValueError(f"positions are on {positions.device} but x is on {x.device}")
         cos, sin = self.tables(positions, x.dtype)
         if positions.ndim == 2:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # one table for all heads

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import inspect
 import json
 import math
 import os
@@ -106,6 +108,13 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "usage: python -m enwik8" in capsys.readouterr().out
 
 
+def test_plot_smooths_alike_from_the_command_line_and_from_python() -> None:
+    from enwik8.plot import plot
+
+    default = inspect.signature(plot).parameters["smoothing"].default
+    assert parse(["plot", "x"]).smoothing == default  # type: ignore[union-attr]
+
+
 def test_arms_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["arms"]) == 0
     shown = capsys.readouterr().out
@@ -143,6 +152,85 @@ def test_mistakes_are_one_sentence_and_nothing_half_written(
     assert main(["train", "--out", str(out), *tiny(**{"corpus": text, **flags})]) == 2
     assert named in one_sentence(capsys)
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"heads": 3}, "--heads"),
+        ({"corpus": "/nowhere/text.txt"}, "/nowhere/text.txt"),
+        ({"dim": 18}, "9"),  # an odd width of the heads: possible for elu-none, not for elu-rope
+        ({"length": 100_000}, "length"),
+        ({"seed": -1}, "seed"),
+        ({"data_seed": -1}, "seed"),
+        ({"seeds": -1}, "seed"),
+        ({"precision": "fp16"}, "fp16"),  # not on a CPU
+    ],
+)
+def test_mistakes_leave_no_half_written_comparison(
+    text: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: dict[str, object],
+    named: str,
+) -> None:
+    out = tmp_path / "out"
+    assert main(["compare", "--out", str(out), *tiny(**{"corpus": text, **flags})]) == 2
+    assert named in one_sentence(capsys)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_validation_split_of_one_byte(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    (tmp_path / "text.txt").write_text("a short text of forty bytes, not one more"[:39])
+    flags = tiny(corpus=tmp_path / "text.txt", length=4)
+    assert main([command, "--out", str(tmp_path / "out"), *flags]) == 2
+    assert "validation split" in one_sentence(capsys)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+@pytest.mark.parametrize("flag", [["--preset", "smal"], ["--preset=smal"]])
+def test_unknown_preset(capsys: pytest.CaptureFixture[str], command: str, flag: list[str]) -> None:
+    assert main([command, "--out", "/nowhere", *flag]) == 2
+    sentence = one_sentence(capsys)
+    assert "'smal'" in sentence and all(name in sentence for name in PRESETS)
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_output_folder_that_cannot_be_written(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    # Below a regular file: even the superuser cannot make a folder there.
+    (tmp_path / "file").touch()
+    out = str(tmp_path / "file" / "out")
+    assert main([command, "--out", out, "--corpus", text, *TINY]) == 2
+    assert "cannot be written" in one_sentence(capsys)
+
+
+def test_resuming_with_another_configuration(
+    run: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(run)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    flags = tiny(corpus=text, dim=32)
+    assert main(["train", "--out", run, "--resume", *flags]) == 2
+    assert "dim was 16, is 32" in one_sentence(capsys)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_truncated_corpus(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    whole = gzip.compress(Path(text).read_bytes())
+    (tmp_path / "text.gz").write_bytes(whole[: len(whole) // 2])
+    flags = tiny(corpus=tmp_path / "text.gz")
+    assert main([command, "--out", str(tmp_path / "out"), *flags]) == 2
+    assert "truncated or damaged" in one_sentence(capsys)
+    assert not (tmp_path / "out").exists()
 
 
 def test_compare_with_an_unknown_arm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,11 @@ def test_comparison_end_to_end(
     assert len(results) == 6
     for name in ("config.json", "metrics.csv", "summary.md", "curves.png", "curves.svg"):
         assert (tmp_path / name).stat().st_size > 0, name
+    assert not list(tmp_path.rglob(".*")), "no lock or part of a file is left behind"
+    # 5 % of the text; how much of it was evaluated is said.
+    valid = Path(tiny.corpus).stat().st_size * 5 // 100
+    summary = (tmp_path / "summary.md").read_text()
+    assert f"first 100 of the {valid:,} bytes of the validation split only" in summary
     merged = rows(tmp_path)
     assert list(merged[0])[:3] == ["arm", "seed", "step"] and len(merged) == 36
     for arm in arms:
@@ -189,3 +194,13 @@ def test_nothing_runs_when_an_arm_is_impossible(tmp_path: Path, tiny: Settings) 
     with pytest.raises(ValueError, match="unknown"):
         compare(tiny, tmp_path / "out", arms=("elu-none", "elu-bogus"))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("more", [-1, 0, 1000])
+def test_validation_on_the_whole_split_is_not_called_a_part(
+    tmp_path: Path, tiny: Settings, more: int
+) -> None:
+    valid = Path(tiny.corpus).stat().st_size * 5 // 100
+    settings = dataclasses.replace(tiny, validation_bytes=valid + more, steps=1)
+    compare(settings, tmp_path, arms=("elu-none",))
+    assert "validation split only" not in (tmp_path / "summary.md").read_text()

@@ -26,6 +26,7 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
     # From another folder: an example must not depend on where it is called. conftest.py has set
     # one thread for child processes.
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    before = os.times()
     done = subprocess.run(
         [sys.executable, "-W", "error", str(path)],
         cwd=tmp_path,
@@ -34,10 +35,14 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
         text=True,
         timeout=120,
     )
+    after = os.times()
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) >= 2
     assert list(tmp_path.iterdir()) == [], "an example leaves no files behind"
+    # Processor time, not the clock, which tells of a busy machine too. (Windows counts none.)
+    user, system = (after[i] - before[i] for i in (2, 3))  # of the children that have ended
+    assert user + system < 60, "an example runs in under a minute"
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -29,7 +29,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "no denominator": {"denominator": "none"},
     "favor+, no denominator": {"feature_map": "favor+", "denominator": "none"},
     "output norm": {"output_norm": True, "decay": "learned"},
+    "grouped heads": {"heads": 4, "kv_heads": 2, "qk_norm": True, "decay": "learned"},
     "softmax": {"attention": "softmax"},
+    "softmax, grouped heads": {"attention": "softmax", "heads": 4, "kv_heads": 1, "qk_norm": True},
     "softmax, no position": {"attention": "softmax", "position": "none"},
     "softmax, learned": {"attention": "softmax", "position": "learned", "max_length": 40},
     "softmax, output norm": {"attention": "softmax", "output_norm": True},
@@ -234,6 +236,7 @@ def test_a_left_padded_batch_equals_its_rows_alone(kind: str) -> None:
             alone = model(row[None])[0]
             torch.testing.assert_close(logits[i, -len(row) :], alone, atol=1e-5, rtol=0)
             assert torch.equal(new[i], greedy(model, row[None], None, 20)[0])
+        assert torch.equal(new, model.generate(tokens, 20, key_mask=mask, temperature=0)[:, 9:])
 
 
 @pytest.mark.parametrize("kind", BATCHED)

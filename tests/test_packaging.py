@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import importlib.metadata
 import json
 import os
@@ -20,7 +21,7 @@ import linear_rope
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONAL = {
     *("accelerate", "enwik8", "fla", "gensim", "matplotlib", "performer_pytorch", "pooch"),
-    *("tensorboard", "tqdm", "transformers", "triton", "tyro"),
+    *("tqdm", "transformers", "triton", "tyro"),
 }
 
 
@@ -124,6 +125,18 @@ def test_license_goes_with_the_distribution() -> None:
 @pytest.mark.parametrize("package", ["linear_rope", "enwik8"])
 def test_package_is_marked_as_typed(package: str) -> None:
     assert (ROOT / package / "py.typed").is_file()
+
+
+def test_experiment_requires_what_it_imports_and_nothing_else() -> None:
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    lines = config["options.extras_require"]["enwik8"].split("\n")
+    required = {Requirement(line).name for line in lines if line and not line.startswith("#")}
+    sources = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "enwik8").glob("*.py"))
+    imported = set(re.findall(r"^\s*(?:import|from) ([a-z]\w*)", sources, re.MULTILINE))
+    # gensim, the extra `sample`, is only searched for a file.
+    ours = {"enwik8", "linear_rope", "torch", "einops"}
+    assert imported - ours - set(sys.stdlib_module_names) == required
 
 
 # --- the pinned set -------------------------------------------------------------------------------

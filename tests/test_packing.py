@@ -17,6 +17,7 @@ from linear_rope import (
     ModelState,
     Rotary,
     RotaryLinearAttention,
+    causal_product,
     linear_attention,
     make_feature_map,
 )
@@ -205,3 +206,21 @@ def test_bad_heads_and_prompts() -> None:
     mask = torch.tensor([[True, True], [False, False]])
     with pytest.raises(ValueError, match=r"key_mask must leave at least one real token"):
         model_of("elu+1").prefill(torch.zeros(2, 2, dtype=torch.int64), key_mask=mask)
+
+
+@pytest.mark.parametrize(
+    "fresh",
+    [torch.zeros(1, 6), torch.zeros(2, 6, dtype=torch.bool), torch.zeros(1, 5, dtype=torch.bool)],
+)
+def test_bad_fresh(fresh: Tensor) -> None:
+    x = torch.randn(1, 2, 6, 4)
+    with pytest.raises(ValueError, match=r"fresh must be bool of shape \(batch, time\) = \(1, 6\)"):
+        causal_product(x, x, x, fresh=fresh)
+
+
+def test_mixed_dtypes_of_the_product() -> None:
+    x = torch.randn(1, 2, 6, 4)
+    with pytest.raises(ValueError, match=r"share a dtype, got torch.float32, torch.float64"):
+        causal_product(x, x.double(), x)
+    with pytest.raises(ValueError, match=r"log_decay must be a floating-point tensor"):
+        linear_attention(x, x, x, log_decay=torch.zeros(1, 2, 6, dtype=torch.int64))

@@ -243,3 +243,20 @@ def test_every_default_number_of_features_rotates(head_dim, name):
     assert layer.rotary.width == layer.feature_map.feature_dim
     assert 0 <= layer.rotary.width - int(head_dim * math.log(head_dim)) <= 1
     assert layer(torch.randn(1, 3, head_dim)).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        (torch.tensor([0.0, 0.5, 1.0]), r"positions must be integers.*float32"),
+        (torch.arange(3).bfloat16(), r"positions must be integers.*bfloat16"),
+        (torch.tensor([-1, 0, 1]), r"must not be negative, got -1"),
+        (torch.arange(4), r"\(time,\) = \(3,\).*got \(4,\)"),
+        (torch.tensor(3), r"one integer a token.*time = 3, got shape \(\)"),
+        (torch.tensor([[3]]), r"one integer a token.*time = 3, got shape \(1, 1\)"),
+        (torch.arange(3, device="meta"), r"positions are on meta but x is on cpu"),
+    ],
+)
+def test_the_rotation_itself_refuses_bad_positions(positions, message):
+    with pytest.raises(ValueError, match=message):
+        Rotary(4)(torch.randn(1, 2, 3, 4), positions)

@@ -21,7 +21,18 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
-from linear_rope import Config, Encoder, LanguageModel, RotaryLinearAttention, SoftmaxAttention
+from linear_rope import (
+    BACKENDS,
+    FEATURE_MAPS,
+    Config,
+    Encoder,
+    LanguageModel,
+    Rotary,
+    RotaryLinearAttention,
+    SoftmaxAttention,
+    linear_attention,
+    make_feature_map,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -151,6 +162,26 @@ def test_autocast_is_finite_close_and_trains(kind: str) -> None:
         if kind != "rotated":
             error = (g - exact[name]).norm() / exact[name].norm().clamp(min=1e-3)
             assert error < 0.2, (name, error)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "not causal"])
+@pytest.mark.parametrize("feature_map", FEATURE_MAPS)
+def test_autocast_reaches_nothing_inside_the_equation(feature_map: str, backend: str) -> None:
+    q, k, v = torch.randn(3, 2, 2, 70, 8).requires_grad_().unbind(0)
+    options: dict[str, Any] = {"feature_map": make_feature_map(feature_map, 8)}
+    options["rotary"] = Rotary(options["feature_map"].feature_dim)
+    options |= {"causal": False} if backend == "not causal" else {"backend": backend}
+    want = linear_attention(q, k, v, **options)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = linear_attention(q, k, v, **options)
+    assert got.dtype == torch.float32 and torch.equal(got, want)
+    cotangent = torch.randn_like(want)
+    for a, b in zip(
+        torch.autograd.grad(got, (q, k, v), cotangent),
+        torch.autograd.grad(want, (q, k, v), cotangent),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("how", ["autocast", "cast"])

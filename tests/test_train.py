@@ -8,6 +8,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 from collections.abc import Callable
 from itertools import pairwise
@@ -23,6 +24,7 @@ from enwik8 import train as training
 from enwik8.errors import UserError
 from enwik8.interrupt import Interrupted, Lock
 from enwik8.presets import PRESETS, Settings, model_fields
+from enwik8.progress import ProgressBar
 from enwik8.train import accumulate_gradient, learning_rate, make_optimizer, train
 from linear_rope.model import Config, LanguageModel
 
@@ -245,9 +247,9 @@ def test_signal_during_an_evaluation_leaves_no_hole(
     train(tiny, "elu-rope", tmp_path / "whole")
     real = training._Run.validate
 
-    def validate(self: training._Run, interrupt: Any) -> str:
+    def validate(self: training._Run, interrupt: Any, report: Any) -> str:
         os.kill(os.getpid(), signal.SIGINT)
-        return real(self, interrupt)
+        return real(self, interrupt, report)
 
     with monkeypatch.context() as patch:
         patch.setattr(training._Run, "validate", validate)
@@ -342,7 +344,55 @@ def test_two_runs_in_one_folder(tmp_path: Path, tiny: Settings) -> None:
     pytest.importorskip("fcntl")
     with Lock(tmp_path), pytest.raises(UserError, match="another run is working"):
         train(tiny, "elu-rope", tmp_path)
-    train(tiny, "elu-rope", tmp_path)
+    train(change(tiny, steps=1), "elu-rope", tmp_path)
+    assert not (tmp_path / ".lock").exists()
+
+
+def test_lock_left_by_a_killed_run_locks_nothing(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    with Lock(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lock_on_a_removed_file_is_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The last holder ends, and so removes its file, between our open and our lock.
+    fcntl = pytest.importorskip("fcntl")
+    real, calls = fcntl.flock, 0
+
+    def flock(file: Any, how: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            (tmp_path / ".lock").unlink()
+        real(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with Lock(tmp_path):
+        assert calls == 2
+        with pytest.raises(UserError, match="another run is working"), Lock(tmp_path):
+            pass
+
+
+def test_the_bar_moves_during_an_evaluation(
+    tmp_path: Path,
+    tiny: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    real = ProgressBar.validating
+
+    def at_once(self: ProgressBar, share: float) -> None:
+        self._interval = 0.0
+        real(self, share)
+
+    monkeypatch.setattr(ProgressBar, "validating", at_once)
+    # Windows of 16 bytes, 4 at once: 64, 96 and the last 4 of 100.
+    train(change(tiny, steps=1), "elu-rope", tmp_path)
+    shown = re.findall(r"validating (\d+) %", capsys.readouterr().err)
+    assert list(dict.fromkeys(shown)) == ["64", "96", "100"]
 
 
 def test_part_files_of_a_killed_run_are_removed(tmp_path: Path, tiny: Settings) -> None:
@@ -472,3 +522,14 @@ def test_presets_are_sizes_of_the_papers() -> None:
     assert (paper.batch_size, paper.learning_rate) == (128, 1e-4)
     small = PRESETS["small"].settings
     assert small.steps * small.batch_size * small.length == 2_048_000
+
+
+@pytest.mark.parametrize("name", ["demo", "small"])
+def test_evaluations_cost_less_than_the_training(name: str) -> None:
+    # On a text of any length: at most a forward pass for each trained token, which costs about a
+    # third of its training.
+    settings = PRESETS[name].settings
+    assert settings.validation_bytes is not None
+    evaluations = math.ceil(settings.steps / settings.evaluate_every)
+    trained = settings.steps * settings.batch_size * settings.length
+    assert evaluations * settings.validation_bytes <= trained
