@@ -43,8 +43,12 @@ def summarize(folder: str | Path) -> str:
     if isinstance(tokens, int):
         lines += [f"Planned: {tokens:,} training tokens an arm (a token is a byte)."]
     part = training.get("validation_bytes") if isinstance(training, dict) else None
-    if part:
-        lines += [f"Validation on the first {part:,} bytes of the validation split only."]
+    splits = corpus.get("splits") if isinstance(corpus, dict) else None
+    whole = splits.get("valid") if isinstance(splits, dict) else None
+    # The first byte of a split is never a target.
+    if isinstance(part, int) and not (isinstance(whole, int) and part >= whole - 1):
+        of = f"the {whole:,} bytes" if isinstance(whole, int) else "the bytes"
+        lines += [f"Validation on the first {part:,} of {of} of the validation split only."]
     lines += ["", *(f"- {line}" for line in verdict(runs)), "", *_table(runs), ""]
     lines += [
         "Bits per byte: mean loss in nats over ln 2, weighted by token; lower is better. "

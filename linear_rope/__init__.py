@@ -12,8 +12,10 @@ if importlib.util.find_spec("numpy") is None:
 
 from linear_rope.attention import RotaryLinearAttention, SoftmaxAttention
 from linear_rope.causal import BACKENDS, causal_product
+from linear_rope.cosformer import CosFormer
 from linear_rope.feature_maps import (
     FEATURE_MAPS,
+    Expand,
     FeatureMap,
     advance_random_features,
     make_feature_map,
@@ -21,28 +23,40 @@ from linear_rope.feature_maps import (
 from linear_rope.functional import linear_attention
 from linear_rope.model import Block, Config, Encoder, LanguageModel
 from linear_rope.rotary import Rotary, rotate
+from linear_rope.rotary_variants import AxialRotary, LearnedRotary, grid_positions, make_rotary
+from linear_rope.scaling import SCALINGS, make_scaling
 from linear_rope.states import AttentionState, KeyValueCache, ModelState
+from linear_rope.xpos import XPos
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BACKENDS",
     "FEATURE_MAPS",
+    "SCALINGS",
     "AttentionState",
+    "AxialRotary",
     "Block",
     "Config",
+    "CosFormer",
     "Encoder",
+    "Expand",
     "FeatureMap",
     "KeyValueCache",
     "LanguageModel",
+    "LearnedRotary",
     "ModelState",
     "Rotary",
     "RotaryLinearAttention",
     "SoftmaxAttention",
+    "XPos",
     "__version__",
     "advance_random_features",
     "causal_product",
+    "grid_positions",
     "linear_attention",
     "make_feature_map",
+    "make_rotary",
+    "make_scaling",
     "rotate",
 ]

@@ -77,8 +77,8 @@ class _Attention(nn.Module):
         self.query = nn.Linear(dim, heads * head_dim, bias=bias)
         self.key = nn.Linear(dim, kv_heads * head_dim, bias=bias)
         self.value = nn.Linear(dim, kv_heads * value_dim, bias=bias)
-        self.query_norm: nn.Module | None = None
-        self.key_norm: nn.Module | None = None
+        self.query_norm: nn.RMSNorm | None = None
+        self.key_norm: nn.RMSNorm | None = None
         if qk_norm:
             self.query_norm = nn.RMSNorm(head_dim, eps=1e-6)
             self.key_norm = nn.RMSNorm(head_dim, eps=1e-6)
@@ -133,7 +133,10 @@ class _Attention(nn.Module):
         q = rearrange(q, "b t (h d) -> b h t d", h=self.heads)
         k, v = (rearrange(y, "b t (h d) -> b h t d", h=self.kv_heads) for y in (k, v))
         if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm(k)
+            # The gains may be wider than the projections: autocast narrows only the latter.
+            wide = self.query_norm.weight.dtype
+            q = self.query_norm(q.to(wide)).to(q.dtype)
+            k = self.key_norm(k.to(wide)).to(k.dtype)
         return q, k, v
 
     def _merge(self, heads: Tensor) -> Tensor:

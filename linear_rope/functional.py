@@ -12,6 +12,7 @@ output shrinks as the position grows (`output_norm` undoes that).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -110,7 +111,9 @@ def linear_attention(
 
     Returns:
         (batch, head, time, E) in q's dtype; with `return_state` also an `AttentionState`, in
-        float32 at least. All sums are in float32 at least, also under autocast.
+        float32 at least. All sums are in float32 at least, also under autocast. Rotated weights can
+        exceed 1 by orders of magnitude: what float16 cannot hold becomes its largest number, and a
+        gradient beyond its range becomes inf, for a loss scaler to see.
 
     Raises:
         ValueError: arguments that do not fit; the message names the argument, value and remedy.
@@ -306,7 +309,9 @@ def _features(
         phi_k = below.clamp(min=floor).exp()
         if denominator == "none":
             groups = q.shape[1] // k.shape[1]
-            scale = (query_peak + finite.unsqueeze(-1).repeat_interleave(groups, 1)).exp()
+            top_log = math.log(torch.finfo(log_q.dtype).max) - 1.0  # inf * 0 would be NaN
+            scale = query_peak + finite.unsqueeze(-1).repeat_interleave(groups, 1)
+            scale = scale.clamp(max=top_log).exp()
     if hidden is not None:
         phi_k = phi_k.masked_fill(hidden.unsqueeze(-1), 0.0)
     return phi_q, phi_k, scale, log_decay, top
@@ -435,6 +440,8 @@ def _check(
         )
     check_key_mask(key_mask, (k.shape[0], k.shape[2]), q.device)
     if log_decay is not None:
+        if not log_decay.is_floating_point():
+            raise ValueError(f"log_decay must be a floating-point tensor, got {log_decay.dtype}")
         if not causal:
             raise ValueError("log_decay needs causal=True: without an order nothing decays")
         if log_decay.shape != k.shape[:3]:

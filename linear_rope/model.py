@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from linear_rope.attention import DECAYS, GATE_BIAS, RotaryLinearAttention, SoftmaxAttention
 from linear_rope.causal import BACKENDS
-from linear_rope.feature_maps import FEATURE_MAPS, RandomFeatures
+from linear_rope.feature_maps import FEATURE_MAPS, Hedgehog, RandomFeatures
 from linear_rope.functional import DENOMINATORS, ROTATE, check_key_mask
 from linear_rope.rotary import PAIRINGS, can_read, has_values, resolve_positions
 from linear_rope.rotary_variants import LearnedRotary, make_rotary
@@ -111,7 +111,7 @@ class Config:
         given = [n for n in ("features", "redraw_interval") if getattr(self, n) is not None]
         if given and (self.attention == "softmax" or not self.feature_map.startswith("favor")):
             raise ValueError(
-                f"{' and '.join(given)} need a random feature map (favor+ or favor+relu), got "
+                f"{' and '.join(given)} only fit a random feature map (favor+, favor+relu), got "
                 f"attention={self.attention!r} and feature_map={self.feature_map!r}; omit them"
             )
         if self.rotary_scaling is not None:
@@ -239,7 +239,7 @@ class _Stack(nn.Module):
             for name, module in self.named_modules():
                 if isinstance(module, RandomFeatures):
                     module.reset(_seed(seed, name))
-                elif isinstance(module, nn.LayerNorm | nn.RMSNorm | LearnedRotary):
+                elif isinstance(module, nn.LayerNorm | nn.RMSNorm | LearnedRotary | Hedgehog):
                     module.reset_parameters()
                 elif isinstance(module, nn.Linear | nn.Embedding):
                     std = EMBEDDING_STD

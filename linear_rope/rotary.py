@@ -158,6 +158,18 @@ def turn(rotation: Any, x: Tensor, positions: Tensor) -> Tensor:
         raise ValueError(
             f"x has width {x.shape[-1]} but this rotation was made for width {rotation.width}"
         )
+    batch, axes = x.shape[0] if x.ndim == 4 else None, getattr(rotation, "axes", 1)
+    if axes > 1:
+        _several_axes(positions, x.shape[-2], batch, axes)
+    else:
+        _check_positions(positions, x.shape[-2], batch)
+        if positions.ndim == 0 or positions.shape[-1] != x.shape[-2]:
+            raise ValueError(
+                f"positions must give one integer a token, (time,) or (batch, time) with time = "
+                f"{x.shape[-2]}, got shape {tuple(positions.shape)}"
+            )
+    if positions.device != x.device:
+        raise ValueError(f"positions are on {positions.device} but x is on {x.device}")
     cos, sin = rotation.tables(positions, x.dtype)
     if cos.ndim == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # one table for all heads

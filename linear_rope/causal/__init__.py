@@ -76,7 +76,7 @@ def causal_product(
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236, eq. 9-12); the decay as in Sun et al. 2023
     (RetNet, arXiv 2307.08621, eq. 6-7).
     """
-    _check(q, k, v, log_decay, state, chunk_size)
+    _check(q, k, v, log_decay, fresh, state, chunk_size)
     dtype = torch.float32
     for x in (q, k, v, log_decay, state):
         if x is not None:
@@ -103,6 +103,7 @@ def _check(
     k: Tensor,
     v: Tensor,
     log_decay: Tensor | None,
+    fresh: Tensor | None,
     state: Tensor | None,
     chunk_size: int | None,
 ) -> None:
@@ -146,5 +147,20 @@ def _check(
             )
         if not x.is_floating_point():
             raise ValueError(f"{name} must be a floating-point tensor, got dtype {x.dtype}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(
+            f"q, k and v must share a dtype, got {q.dtype}, {k.dtype} and {v.dtype}; convert one "
+            "with .to()"
+        )
+    if fresh is not None and (
+        fresh.dtype != torch.bool
+        or fresh.shape != (q.shape[0], q.shape[2])
+        or fresh.device != q.device
+    ):
+        want_fresh = (q.shape[0], q.shape[2])
+        raise ValueError(
+            f"fresh must be bool of shape (batch, time) = {want_fresh} on {q.device}, "
+            f"got {fresh.dtype} of shape {tuple(fresh.shape)} on {fresh.device}"
+        )
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")

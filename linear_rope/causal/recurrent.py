@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from linear_rope.causal.reference import empty_state
+from linear_rope.causal.reference import empty_state, reference
 
 
 def recurrent(
@@ -16,6 +16,8 @@ def recurrent(
     Constant memory a token without gradients. With gradients autograd keeps a state a token:
     use the chunkwise form to train.
     """
+    if q.shape[-2] == 0:  # no step to take: this keeps the graph, and hands back a state of its own
+        return reference(q, k, v, log_decay, state, chunk_size)
     S = empty_state(k, v) if state is None else state
     decay = None if log_decay is None else log_decay.exp()[..., None, None]
     rows = []
@@ -24,6 +26,4 @@ def recurrent(
             S = S * decay[:, :, t]
         S = S + k[:, :, t, :, None] * v[:, :, t, None, :]
         rows.append(q[:, :, t, None, :] @ S)
-    out = torch.cat(rows, dim=-2) if rows else q @ S
-    # a caller's state is a value: hand back a tensor of our own even when there was no token
-    return out, S.clone() if not rows else S
+    return torch.cat(rows, dim=-2), S

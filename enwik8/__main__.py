@@ -1,0 +1,300 @@
+"""``python -m enwik8 {prepare,train,compare,plot,sample,evaluate}``: the command line.
+
+Each command is a dataclass: its fields are the flags, its docstrings the help. Errors that the
+user can put right are one sentence and exit code 2; an interrupted run exits with 130 or 143.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import tyro
+from tyro.conf import OmitArgPrefixes, Positional, subcommand
+
+from .errors import UserError
+from .interrupt import Interrupted
+from .methods import METHODS
+from .presets import PRESETS, Settings
+
+PresetName = Literal["demo", "small", "paper", "performer-example"]
+
+
+@dataclass
+class Prepare:
+    """Fetch a corpus, or check a local file, and show its size, SHA-256 and splits."""
+
+    corpus: Positional[str] = "wiki-sample"
+    """enwik8 (downloaded once), wiki-sample (part of gensim), or the path of a file."""
+    data_dir: Path | None = None
+    """Folder that downloads are kept in (none: ./data)."""
+
+    def __call__(self, command: str) -> None:
+        from .corpus import prepare
+
+        prepare(self.corpus, self.data_dir)
+
+
+@dataclass
+class Train:
+    """Train one model into a run folder: config.json, metrics.csv and checkpoint.pt.
+
+    Ctrl-C finishes the current step and saves; the same command with --resume goes on from there.
+    """
+
+    out: Path
+    """Run folder to write. One that holds a run already is refused without one of the next two."""
+    arm: str = "elu-rope"
+    """What to train: a feature map and a position method, like elu-rope. See `arms`."""
+    resume: bool = False
+    """Go on from the folder's checkpoint; the other flags must be as they were."""
+    overwrite: bool = False
+    """Remove the folder's run and start again."""
+    preset: PresetName = "demo"
+    """Where all values below come from; each can be replaced by its own flag."""
+    settings: OmitArgPrefixes[Settings] = field(default_factory=Settings)
+
+    def __call__(self, command: str) -> None:
+        from .checkpoint import NAME
+        from .train import train
+
+        if self.resume and not (self.out / NAME).exists():
+            print(f"no checkpoint in {self.out} yet: starting with step 1")
+        result = train(
+            self.settings,
+            self.arm,
+            self.out,
+            resume=self.resume,
+            overwrite=self.overwrite,
+            command=command,
+        )
+        print(f"finished {self.arm} at step {result.step}: {result.folder}")
+
+
+@dataclass
+class Compare:
+    """Train several arms with equal data, initial values and tokens, and draw their curves.
+
+    Writes metrics.csv, summary.md, curves.png, curves.svg, config.json and a run folder per arm and
+    seed. Ctrl-C is safe: with --resume, finished runs are skipped and interrupted ones go on.
+    """
+
+    out: Path
+    """Folder to write. One that holds a comparison is refused without one of the next two."""
+    arms: tuple[str, ...] = ()
+    """Arms to compare, like elu-none elu-rope (none: the preset's). See `arms`."""
+    seeds: tuple[int, ...] = ()
+    """Repeat each arm with these seeds (none: --seed)."""
+    resume: bool = False
+    """Go on with the comparison in the folder; the other flags must be as they were."""
+    overwrite: bool = False
+    """Remove the folder's comparison and start again."""
+    preset: PresetName = "demo"
+    """Where all values below come from; each can be replaced by its own flag."""
+    settings: OmitArgPrefixes[Settings] = field(default_factory=Settings)
+
+    def __call__(self, command: str) -> None:
+        from .compare import compare
+
+        compare(
+            self.settings,
+            self.out,
+            arms=self.arms or PRESETS[self.preset].arms,
+            seeds=self.seeds,
+            resume=self.resume,
+            overwrite=self.overwrite,
+            command=command,
+        )
+
+
+@dataclass
+class Plot:
+    """Draw the curves of runs or comparisons again, from their files alone, as PNG and SVG."""
+
+    folders: Positional[tuple[Path, ...]]
+    """Run folders or comparison folders; several are drawn together."""
+    out: Path | None = None
+    """Folder for curves.png and curves.svg (none: the first of the folders)."""
+    smoothing: float = 0.9
+    """Factor of the exponential average of the training curve; 0: none."""
+    title: str | None = None
+    """Title of the figure (none: the corpus)."""
+
+    def __call__(self, command: str) -> None:
+        from .plot import plot
+
+        for path in plot(self.folders, self.out, smoothing=self.smoothing, title=self.title):
+            print(path)
+
+
+@dataclass
+class Sample:
+    """Print a prompt and its continuation by a trained model, byte by byte as it is drawn."""
+
+    run: Positional[Path]
+    """Run folder, or checkpoint file."""
+    prompt: str = "The "
+    """Text to continue."""
+    length: int = 500
+    """Bytes to draw."""
+    temperature: float = 0.8
+    """Below 1: safer, above 1: wilder; 0: always the likeliest byte."""
+    top_k: int | None = None
+    """Draw among the k likeliest bytes only."""
+    top_p: float | None = None
+    """Draw among the likeliest bytes that together have this probability."""
+    seed: int = 0
+    """Same seed, same text."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda, ..."""
+
+    def __call__(self, command: str) -> None:
+        from .sample import sample
+
+        sample(
+            self.run,
+            self.prompt,
+            self.length,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+            device=self.device,
+        )
+
+
+@dataclass
+class Evaluate:
+    """Measure bits per byte of a trained model on a split of a corpus or on a whole file."""
+
+    run: Positional[Path]
+    """Run folder, or checkpoint file."""
+    split: Literal["train", "valid", "test"] = "valid"
+    """Part of the corpus to measure."""
+    corpus: str | None = None
+    """Corpus, or path of a file, whose split it is (none: the one of the training)."""
+    data_dir: Path | None = None
+    """Folder that downloaded corpora are kept in (none: as in training)."""
+    file: Path | None = None
+    """Measure this file as a whole, instead of a split."""
+    length: int | None = None
+    """Bytes in a window; each window starts afresh (none: as in training)."""
+    batch_size: int = 16
+    """Windows computed at once; does not change the result."""
+    limit: int | None = None
+    """Stop after that many bytes (none: measure all)."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda, ..."""
+
+    def __call__(self, command: str) -> None:
+        from .evaluate import evaluate
+
+        evaluate(
+            self.run,
+            split=self.split,
+            corpus=self.corpus,
+            data_dir=self.data_dir,
+            file=self.file,
+            length=self.length,
+            batch_size=self.batch_size,
+            limit=self.limit,
+            device=self.device,
+        )
+
+
+@dataclass
+class Arms:
+    """List the arms that can be trained, and the presets."""
+
+    def __call__(self, command: str) -> None:
+        width = max(map(len, METHODS))
+        for method in METHODS.values():
+            print(f"{method.name:<{width}}  {method.description}")
+        print()
+        for name, preset in PRESETS.items():
+            print(f"--preset {name}: {preset.description} Arms: {', '.join(preset.arms)}.")
+
+
+Command = Prepare | Train | Compare | Plot | Sample | Evaluate | Arms
+
+_DESCRIPTION = (
+    "Byte-level language models with and without rotary positions (RoPE) in linear attention. "
+    "Start with `compare --out results/demo`; each command has its own --help."
+)
+
+
+def parse(arguments: Sequence[str]) -> Command:
+    """The command that the arguments say; prints help or the mistake and exits otherwise.
+
+    The preset named in the arguments gives the defaults that single flags then replace, so
+    ``--help`` shows the values that will be used.
+
+    Raises:
+        UserError: there is no preset of that name.
+    """
+    preset = _preset_in(arguments)
+    settings = PRESETS[preset].settings
+    train = Train(tyro.MISSING, preset=preset, settings=settings)
+    compare = Compare(tyro.MISSING, preset=preset, settings=settings)
+    commands: Any = (
+        Annotated[Prepare, subcommand("prepare")]
+        | Annotated[Train, subcommand("train", default=train)]
+        | Annotated[Compare, subcommand("compare", default=compare)]
+        | Annotated[Plot, subcommand("plot")]
+        | Annotated[Sample, subcommand("sample")]
+        | Annotated[Evaluate, subcommand("evaluate")]
+        | Annotated[Arms, subcommand("arms")]
+    )
+    command: Command = tyro.cli(
+        commands,
+        prog="python -m enwik8",
+        description=_DESCRIPTION,
+        args=list(arguments),
+        config=(tyro.conf.FlagCreatePairsOff,),  # --resume, without a --no-resume
+    )
+    return command
+
+
+def _preset_in(arguments: Sequence[str]) -> PresetName:
+    name = "demo"
+    if arguments and arguments[0] not in ("train", "compare"):
+        return "demo"  # elsewhere the word can be text, such as a prompt
+    for i, argument in enumerate(arguments):
+        if argument == "--preset" and i + 1 < len(arguments):
+            name = arguments[i + 1]
+        elif argument.startswith("--preset="):
+            name = argument.partition("=")[2]
+    if name not in PRESETS:
+        raise UserError(f"--preset {name!r} is unknown; known presets: {', '.join(PRESETS)}")
+    return cast(PresetName, name)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    try:
+        command = parse(arguments)
+        command(shlex.join(["python", "-m", "enwik8", *arguments]))
+    except (UserError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # Whoever read the output (head, less) has enough. Python flushes at exit: not into it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Interrupted as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

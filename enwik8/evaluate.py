@@ -1,0 +1,147 @@
+"""Bits per byte of a model: mean nats per byte / ln 2, each byte counted once and alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from tqdm import tqdm
+
+from linear_rope.model import Config, LanguageModel
+
+from . import checkpoint
+from .batches import bits_per_byte, evaluation_windows
+from .corpus import load_corpus
+from .errors import UserError
+
+__all__ = ["Trained", "evaluate", "load_model", "split_bits_per_byte"]
+
+
+class Trained:
+    """A model from a checkpoint, with the record of the run that made it."""
+
+    def __init__(self, model: LanguageModel, config: dict[str, Any], step: int) -> None:
+        self.model = model
+        self.config = config
+        self.step = step
+
+
+def load_model(path: Path, device: str | torch.device = "cpu") -> Trained:
+    """The model of a run folder or checkpoint, in evaluation mode."""
+    contents = checkpoint.load(checkpoint.resolve(path))
+    model = LanguageModel(Config.from_dict(contents["config"]["model"]))
+    model.load_state_dict(contents["model"])
+    try:
+        model.to(device)
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        raise UserError(f"--device {device} cannot be used here ({error})") from error
+    return Trained(model.eval(), contents["config"], contents["step"])
+
+
+@torch.no_grad()
+def split_bits_per_byte(
+    model: nn.Module,
+    data: np.ndarray,
+    length: int,
+    batch_size: int,
+    *,
+    limit: int | None = None,
+    device: str | torch.device = "cpu",
+    stop: Callable[[], bool] = lambda: False,
+    report: Callable[[float], None] = lambda share: None,
+    progress: bool = False,
+) -> float | None:
+    """Bits per byte over ``data``, cut into windows of ``length`` that each start afresh.
+
+    Args:
+        limit: stop after that many targets; None: all bytes but the first are targets.
+        stop: asked before each batch; True abandons the evaluation, which then returns None.
+        report: told the share that is done, in (0, 1], after each batch.
+        progress: show a bar of its own.
+
+    Changes neither the model nor any random state; the training mode is put back.
+    """
+    windows = evaluation_windows(data, length, batch_size, limit)
+    was_training = model.training
+    model.eval()
+    nats, targets = 0.0, 0
+    total = min(len(data) - 1, limit or len(data))
+    bar = tqdm(total=total, unit="byte", unit_scale=True, disable=not progress, desc="evaluating")
+    try:
+        for x, y in windows:
+            if stop():
+                return None
+            logits = model(x.to(device))
+            losses = F.cross_entropy(
+                logits.flatten(0, 1).float(), y.to(device).flatten(), reduction="none"
+            )
+            # A sum of many float32 losses would lose the digits that arms differ in.
+            nats += losses.cpu().double().sum().item()
+            targets += y.numel()
+            report(targets / total)
+            bar.update(y.numel())
+            bar.set_postfix_str(f"{bits_per_byte(nats / targets):.4f} bits/byte", refresh=False)
+    finally:
+        bar.close()
+        model.train(was_training)
+    return bits_per_byte(nats / targets)
+
+
+def evaluate(
+    run: Path,
+    *,
+    split: Literal["train", "valid", "test"] = "valid",
+    corpus: str | None = None,
+    data_dir: Path | None = None,
+    file: Path | None = None,
+    length: int | None = None,
+    batch_size: int = 16,
+    limit: int | None = None,
+    device: str = "cpu",
+) -> float:
+    """Bits per byte of a trained model on a split of its corpus, or on a whole file; prints it.
+
+    Args:
+        run: run folder or checkpoint.
+        split: part of the corpus.
+        corpus: name or path; None: the one that the run was trained on, which must have the same
+            SHA-256 as then.
+        file: a file to measure whole, instead of a split.
+        length: bytes in a window; None: as in training.
+    """
+    trained = load_model(run, device)
+    training = trained.config["training"]
+    if file is not None:
+        data, what = load_corpus(file).bytes, str(file)
+    else:
+        loaded = load_corpus(
+            corpus or training["corpus"], data_dir=data_dir or training["data_dir"]
+        )
+        if corpus is None and loaded.sha256 != trained.config["corpus"]["sha256"]:
+            raise UserError(
+                f"{training['corpus']} is not the text that {run} was trained on (its SHA-256 "
+                "differs); name the text to measure with --corpus or --file"
+            )
+        data, what = getattr(loaded, split), f"{split} split of {loaded.name}"
+    value = split_bits_per_byte(
+        trained.model,
+        data,
+        training["length"] if length is None else length,
+        batch_size,
+        limit=limit,
+        device=device,
+        progress=True,
+    )
+    assert value is not None  # nothing stops it
+    counted = min(len(data) - 1, limit or len(data))
+    print(
+        f"{trained.config['arm']} at step {trained.step}: {value:.4f} bits per byte "
+        f"({value * math.log(2):.4f} nats) over {counted:,} bytes of {what}"
+    )
+    return value

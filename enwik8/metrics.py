@@ -1,0 +1,128 @@
+"""``metrics.csv`` of a run: a row a step, appended and flushed, and never a step twice."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+from .checkpoint import replace_file
+from .errors import UserError
+
+__all__ = ["COLUMNS", "MetricsLog", "merge", "read_rows"]
+
+COLUMNS = (
+    "step",
+    "tokens",
+    "train_bits_per_byte",
+    "validation_bits_per_byte",
+    "learning_rate",
+    "gradient_norm",
+    "seconds",
+    "tokens_per_second",
+    "batch_hash",
+)
+
+
+class MetricsLog:
+    """The log of one run, open for appending.
+
+    Args:
+        path: the file. Without it, or with ``through=0``, a new log is begun.
+        through: the step of the checkpoint that training goes on from. Rows after it are dropped,
+            because these steps will be trained again.
+
+    Raises:
+        UserError: the file cannot be written, or lacks rows up to ``through``.
+    """
+
+    def __init__(self, path: Path, through: int = 0) -> None:
+        self.path = path
+        rows = read_rows(path)[:through] if through else []
+        if [row["step"] for row in rows] != [str(step) for step in range(1, through + 1)]:
+            raise UserError(
+                f"{path} does not hold the rows of steps 1 to {through} that belong to the "
+                "checkpoint; it was left untouched (--overwrite starts the run again)"
+            )
+        self._last = rows[-1] if rows else None
+        replace_file(path, _text(rows))
+        self._file = self._open()
+
+    def _open(self) -> TextIO:
+        try:
+            return open(self.path, "a", encoding="utf-8", newline="")
+        except OSError as error:
+            raise UserError(f"{self.path} could not be written ({error})") from error
+
+    def append(self, row: dict[str, str]) -> None:
+        """Write one row and hand it to the system, so that a kill cannot lose it."""
+        try:
+            self._file.write(_line(row))
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"{self.path} could not be written ({error})") from error
+        self._last = row
+
+    @property
+    def last(self) -> dict[str, str] | None:
+        """The last row, if any."""
+        return self._last
+
+    def amend_last(self, column: str, value: str) -> None:
+        """Fill in a column of the last row (a validation that had been interrupted)."""
+        rows = read_rows(self.path)
+        rows[-1][column] = value
+        self._file.close()
+        replace_file(self.path, _text(rows))
+        self._file = self._open()
+        self._last = rows[-1]
+
+    def sync(self) -> None:
+        """Make the rows so far survive a power cut; done before a checkpoint that needs them."""
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._file.close()
+        except OSError:
+            if error is None:
+                raise
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """All whole rows of a ``metrics.csv``; a last line that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8", errors="replace")
+    whole = text[: text.rfind("\n") + 1]
+    reader = csv.DictReader(io.StringIO(whole))
+    if whole and tuple(reader.fieldnames or ()) != COLUMNS:
+        raise UserError(f"{path} has not the columns of a run's metrics; it was left untouched")
+    return [row for row in reader if None not in row.values() and None not in row]
+
+
+def merge(runs: list[tuple[str, int, Path]], out: Path) -> None:
+    """Write the rows of several runs, (arm, seed, metrics.csv), into one file, in one step."""
+    lines = [",".join(("arm", "seed", *COLUMNS)) + "\n"]
+    for arm, seed, path in runs:
+        lines += [f"{arm},{seed},{_line(row)}" for row in read_rows(path)]
+    replace_file(out, "".join(lines))
+
+
+def _line(row: dict[str, str]) -> str:
+    return ",".join(row[name] for name in COLUMNS) + "\n"
+
+
+def _text(rows: list[dict[str, str]]) -> str:
+    return ",".join(COLUMNS) + "\n" + "".join(_line(row) for row in rows)

@@ -1,0 +1,384 @@
+"""Train one arm: a loop that can be stopped, killed and resumed at any moment.
+
+What a step does depends only on its number, the seeds and the state in the checkpoint: the batch
+and the learning rate are functions of the step, dropout is seeded anew for each step, and random
+features count their own steps. So a resumed run is the uninterrupted one, bit by bit on one CPU
+thread, without any hidden state to save.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import linear_rope
+from linear_rope.model import Config, LanguageModel
+
+from . import checkpoint, run_folder
+from .batches import BatchHash, WindowSampler, bits_per_byte
+from .corpus import Corpus, load_corpus
+from .errors import UserError
+from .evaluate import split_bits_per_byte
+from .interrupt import Interrupt, Interrupted, Lock
+from .methods import find
+from .metrics import MetricsLog
+from .presets import Settings, model_fields
+from .progress import ProgressBar
+from .record import make_record
+
+__all__ = [
+    "RunResult",
+    "accumulate_gradient",
+    "learning_rate",
+    "make_optimizer",
+    "make_sampler",
+    "train",
+]
+
+
+_VALIDATION = "validation_bits_per_byte"
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Where a finished run lies, and its record (as in config.json)."""
+
+    folder: Path
+    step: int
+    batch_hash: str
+    config: dict[str, Any]
+
+
+def learning_rate(step: int, settings: Settings) -> float:
+    """Rate of step 1, 2, ...: linear warm-up to the highest rate, then half a cosine.
+
+    The last step has ``final_learning_rate`` times the highest rate.
+    """
+    if step <= settings.warmup:
+        return settings.learning_rate * step / settings.warmup
+    done = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
+    low = settings.final_learning_rate
+    return settings.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with weight decay on matrices only."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    betas = (settings.beta1, settings.beta2)
+    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas)
+
+
+def accumulate_gradient(
+    accelerator: Accelerator, model: nn.Module, x: Tensor, y: Tensor, micro_batch_size: int | None
+) -> Tensor:
+    """Add the gradient of the mean loss over all windows to ``.grad``; return that mean, in nats.
+
+    The windows (B, T) are computed ``micro_batch_size`` at a time; each part counts by its number
+    of windows, so a smaller last part is weighted right and the result does not depend on the size.
+    """
+    parts = list(zip(*(t.split(micro_batch_size or len(x)) for t in (x, y)), strict=True))
+    total = torch.zeros((), device=accelerator.device)
+    for i, (inputs, targets) in enumerate(parts):
+        last = i == len(parts) - 1
+        with nullcontext() if last else accelerator.no_sync(model):
+            logits = model(inputs.to(accelerator.device))
+            nats = F.cross_entropy(
+                logits.flatten(0, 1).float(), targets.to(accelerator.device).flatten()
+            )
+            loss = nats * (len(inputs) / len(x))
+            accelerator.backward(loss)
+        total += loss.detach()
+    return total
+
+
+def make_sampler(
+    settings: Settings, corpus: Corpus, *, rank: int = 0, world: int = 1
+) -> WindowSampler:
+    """The batches of a run.
+
+    Raises:
+        UserError: the text is too short to evaluate on.
+        ValueError: it is too short to train on, or the seed or the batch size is impossible.
+    """
+    if len(corpus.valid) < 2:
+        raise UserError(
+            f"the validation split of {corpus.name} has {len(corpus.valid)} bytes, too few to "
+            "evaluate on; use a longer text"
+        )
+    return WindowSampler(
+        corpus.train,
+        settings.length,
+        settings.batch_size,
+        settings.seeds["data"],
+        rank=rank,
+        world=world,
+    )
+
+
+class _Run:
+    """The parts of a run that the loop and the checkpoint share."""
+
+    def __init__(self, settings: Settings, arm: str, corpus: Corpus, command: str) -> None:
+        self.settings = settings
+        self.accelerator = Accelerator(cpu=settings.cpu, mixed_precision=settings.precision)
+        self.device = self.accelerator.device
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        self.corpus = corpus
+        self.sampler = make_sampler(settings, corpus, rank=rank, world=world)
+        config = Config(**model_fields(settings, find(arm)))  # type: ignore[arg-type]
+        self.module = LanguageModel(config)
+        # Each parameter by its own generator, (seed, name): the same in all arms that share it.
+        self.module.initialize(settings.seeds["init"])
+        self.record = make_record(
+            settings,
+            arm,
+            config,
+            corpus,
+            self.module,
+            processes=world,
+            device=self.device.type,
+            command=command,
+        )
+        self.model, self.optimizer = self.accelerator.prepare(
+            self.module, make_optimizer(self.module, settings)
+        )
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.hash = BatchHash(corpus.sha256)
+
+    def state(self) -> dict[str, Any]:
+        """The content of a checkpoint."""
+        scaler = self.accelerator.scaler
+        return {
+            "config": self.record,
+            "model": self.accelerator.unwrap_model(self.model).state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scaler": scaler.state_dict() if scaler is not None else {},
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "batch_hash": self.hash.digest,
+            # Nothing here draws from it between steps; kept for programs that do.
+            "torch_rng": torch.get_rng_state(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go back to the checkpoint; its record is kept, as that of the run's beginning."""
+        self.record = state["config"]
+        self.accelerator.unwrap_model(self.model).load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.accelerator.scaler is not None and state["scaler"]:
+            self.accelerator.scaler.load_state_dict(state["scaler"])
+        self.step, self.tokens = state["step"], state["tokens"]
+        self.seconds = state["seconds"]
+        self.hash = BatchHash.restore(state["batch_hash"])
+        torch.set_rng_state(state["torch_rng"])
+
+    def train_step(self) -> dict[str, str]:
+        """Do the next step; returns its row. Loss or gradient not finite: nothing is updated."""
+        settings, started = self.settings, time.perf_counter()
+        step = self.step + 1
+        torch.manual_seed(_mix("dropout", settings.seeds["dropout"], step, self.sampler.rank))
+        rate = learning_rate(step, settings)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.model.train()
+        self.optimizer.zero_grad()
+        windows = self.sampler.windows(step)
+        self.hash.update(windows)  # of what is trained on, not of what should have been
+        share = len(windows) // self.sampler.world
+        mine = windows[self.sampler.rank * share : (self.sampler.rank + 1) * share]
+        tokens = torch.from_numpy(mine.astype(np.int64))
+        x, y = tokens[:, :-1], tokens[:, 1:]
+        loss = accumulate_gradient(self.accelerator, self.model, x, y, settings.micro_batch_size)
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), settings.clip or math.inf)
+        nats = float(self.accelerator.reduce(loss, "mean"))
+        if self.healthy(nats, float(norm)):
+            self.optimizer.step()
+            linear_rope.advance_random_features(self.module)
+        self.step = step
+        self.tokens += settings.batch_size * settings.length
+        took = time.perf_counter() - started
+        self.seconds += took
+        return {
+            "step": str(step),
+            "tokens": str(self.tokens),
+            "train_bits_per_byte": repr(bits_per_byte(nats)),
+            "validation_bits_per_byte": "",
+            "learning_rate": repr(rate),
+            "gradient_norm": repr(float(norm)),
+            "seconds": f"{self.seconds:.3f}",
+            "tokens_per_second": f"{settings.batch_size * settings.length / took:.1f}",
+            "batch_hash": self.hash.digest,
+        }
+
+    def healthy(self, loss: float, gradient_norm: float) -> bool:
+        """Whether a step may be used. A loss scaler skips infinite gradients by itself."""
+        scaled = self.accelerator.scaler is not None
+        return math.isfinite(loss) and (scaled or math.isfinite(gradient_norm))
+
+    def agree(self, interrupt: Interrupt) -> bool:
+        """Whether to stop; the same answer in all processes, or they would wait for each other."""
+        if self.accelerator.num_processes == 1:
+            return bool(interrupt)
+        flag = torch.tensor(float(bool(interrupt)), device=self.device)
+        return bool(self.accelerator.reduce(flag, "sum") > 0)
+
+    def validate(self, interrupt: Interrupt, report: Callable[[float], None]) -> str:
+        """Bits per byte on the validation split as a field of the log; empty if interrupted.
+
+        ``report`` is told the share that is done.
+        """
+        value = split_bits_per_byte(
+            self.accelerator.unwrap_model(self.model),  # keeps its mixed precision
+            self.corpus.valid,
+            self.settings.length,
+            # As many windows at once as fit in training; there is no gradient to store.
+            self.settings.micro_batch_size or self.settings.batch_size,
+            limit=self.settings.validation_bytes,
+            device=self.device,
+            stop=lambda: bool(interrupt) and self.accelerator.num_processes == 1,
+            report=report,
+        )
+        return "" if value is None else repr(value)
+
+
+def train(
+    settings: Settings,
+    arm: str,
+    out: Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    command: str = "",
+    corpus: Corpus | None = None,
+) -> RunResult:
+    """Train one arm into the folder ``out``: config.json, metrics.csv, checkpoint.pt.
+
+    Raises:
+        UserError: the folder holds a run already, cannot be written or is in use; the checkpoint
+            belongs to another configuration or is damaged; the loss is not finite.
+        ValueError: a setting is impossible.
+        Interrupted: SIGINT or SIGTERM came; the run can be resumed.
+    """
+    find(arm)
+    settings.check()
+    run_folder.check_new(out, resume=resume, overwrite=overwrite)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    if corpus is None:
+        corpus = load_corpus(settings.corpus, data_dir=settings.data_dir)
+    with Interrupt() as interrupt:
+        run = _Run(settings, arm, corpus, command)
+        main = run.accelerator.is_main_process  # Only the main process writes.
+        if main:
+            run_folder.make_writable(out)
+        with Lock(out) if main else nullcontext():
+            _begin_or_resume(run, out, resume=resume, overwrite=overwrite)
+            with MetricsLog(out / "metrics.csv", run.step) if main else nullcontext() as log:
+                _loop(run, out, log, interrupt)
+    return RunResult(out, run.step, run.hash.digest, run.record)
+
+
+def _begin_or_resume(run: _Run, out: Path, *, resume: bool, overwrite: bool) -> None:
+    """Bring run and folder to the same step."""
+    main = run.accelerator.is_main_process
+    if main:
+        checkpoint.remove_part_files(out)
+        if overwrite:
+            run_folder.clear(out)
+    run.accelerator.wait_for_everyone()
+    there, state = None, None
+    if resume and (out / checkpoint.NAME).exists():
+        state = checkpoint.load(out / checkpoint.NAME)
+        there = state["config"]
+    elif resume:  # Stopped before the first checkpoint, if it had begun at all.
+        there = run_folder.read_config(out)
+    differ = run_folder.differences(there, run.record) if there is not None else []
+    if differ:
+        raise UserError(
+            f"{out} cannot be resumed with another configuration: {'; '.join(differ)}; "
+            "give the settings of then, or --overwrite to start again"
+        )
+    if state is not None:
+        run.restore(state)
+    if main:
+        checkpoint.replace_file(out / "config.json", json.dumps(run.record, indent=2) + "\n")
+
+
+def _loop(run: _Run, out: Path, log: MetricsLog | None, interrupt: Interrupt) -> None:
+    """Train to the last step, logging, evaluating and saving on the way."""
+    settings, saved = run.settings, run.step
+
+    def validate() -> str:
+        value = run.validate(interrupt, bar.validating)
+        bar.validated(value)
+        return value
+
+    def evaluation_due(step: int) -> bool:
+        return step % settings.evaluate_every == 0 or step == settings.steps
+
+    def save() -> None:
+        nonlocal saved
+        if log is not None and run.step > saved:
+            log.sync()
+            checkpoint.save(out / checkpoint.NAME, run.state())
+        saved = run.step
+
+    bar = ProgressBar(
+        run.record["arm"], run.step, settings.steps, run.tokens, run.seconds, log is not None
+    )
+    with bar:
+        # An evaluation that a signal had cut off comes first, so that the log has no hole.
+        pending = log is not None and log.last is not None and not log.last[_VALIDATION]
+        if log is not None and pending and evaluation_due(run.step):
+            log.amend_last(_VALIDATION, validate())
+        while run.step < settings.steps and not run.agree(interrupt):
+            row = run.train_step()
+            nats, norm = float(row["train_bits_per_byte"]), float(row["gradient_norm"])
+            healthy = run.healthy(nats, norm)
+            if healthy and evaluation_due(run.step):
+                row[_VALIDATION] = validate()
+            if log is not None:
+                log.append(row)
+            if not healthy:
+                what = "loss" if not math.isfinite(nats) else "gradient"
+                kept = f"the checkpoint of step {saved} is kept" if saved else "no checkpoint yet"
+                raise UserError(
+                    f"the {what} of step {run.step} is not finite (loss {nats:g} bits per byte, "
+                    f"gradient norm {norm:g}), so training stopped before using it; {kept} in "
+                    f"{out}; a lower --learning-rate or a smaller --clip may help"
+                )
+            bar.trained(row)
+            if run.step % settings.checkpoint_every == 0 or run.step == settings.steps:
+                save()
+        if run.agree(interrupt):
+            save()
+            where = f"after step {run.step} of {settings.steps}"
+            raise Interrupted(
+                interrupt.signum or signal.SIGINT,
+                f"stopped {where}; the same command with --resume goes on from there",
+            )
+
+
+def _mix(*parts: object) -> int:
+    """A seed from names and numbers; neighboring numbers give unrelated seeds."""
+    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,35 @@
+"""What all tests share: one thread a process, no display, and the profiles of hypothesis."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch is imported, and for the processes that tests start: with two workers on two cores,
+# more threads only get in each other's way, and bit-equality of two runs needs one.
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[name] = "1"
+# Plots must work by themselves where there is no screen and nobody chose a backend.
+for name in ("DISPLAY", "WAYLAND_DISPLAY", "MPLBACKEND"):
+    os.environ.pop(name, None)
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+# No deadline: the first call of a compiled or parallel operation is slow on a busy machine.
+_SHARED = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("local", _SHARED)
+settings.register_profile("ci", _SHARED, derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(autouse=True)
+def _torch_defaults_are_kept():
+    """Each test starts from the same global settings of torch, whatever the one before did."""
+    torch.manual_seed(0)
+    yield
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
