@@ -33,7 +33,7 @@ def log_floor(dtype: torch.dtype) -> float:
     """The smallest logarithm of an exponential feature: exp(-30) = 9.4e-14 in float32.
 
     A product of two such features (8.8e-27) is a normal number, and so is its inverse times any
-    gradient, so a denominator made of them is never 0; in float32 the floor is far below rounding.
+    gradient, so a denominator made of them is never 0.
     """
     return -300.0 if dtype == torch.float64 else -30.0
 
