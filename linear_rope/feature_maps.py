@@ -38,6 +38,17 @@ def log_floor(dtype: torch.dtype) -> float:
     return -300.0 if dtype == torch.float64 else -30.0
 
 
+def peak_floor(dtype: torch.dtype) -> float:
+    """How far below its maximum an exponential feature may lie: exp(-40) = 4.2e-18 in float32.
+
+    A query's largest feature is 1, so a denominator is not below this either. It must be low,
+    because the largest features of a query and of a key can lie far apart and the kernel is then a
+    sum of small terms; it cannot be lower, because the gradient of a quotient with rotated terms
+    divides by the denominator twice.
+    """
+    return -300.0 if dtype == torch.float64 else -40.0
+
+
 def full_precision(x: Tensor) -> Tensor:
     """x in at least float32: float16 reaches 65504 only, and its exp is 0 from -17.4 on."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

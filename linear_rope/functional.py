@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linear_rope.causal import BACKENDS, causal_product
-from linear_rope.feature_maps import FeatureMap, log_floor, make_feature_map
+from linear_rope.feature_maps import FeatureMap, make_feature_map, peak_floor
 from linear_rope.rotary import (
     Rotary,
     boundaries,
@@ -250,9 +250,7 @@ def _features(
         top = phi_k.new_zeros(k.shape[:2]) if top is None else top.clone()
     else:
         log_q, log_k = phi.log_features(q), phi.log_features(k)  # type: ignore[union-attr]
-        # Twice the floor of one feature: a query has a feature of 1, so that a product of features
-        # is never below this floor, and a kernel with far-apart features keeps its true terms.
-        floor = 2 * log_floor(log_q.dtype)
+        floor = peak_floor(log_q.dtype)
         if top is None:
             top = log_k.new_full(k.shape[:2], -torch.inf)
         peaks = log_k.detach().amax(-1)  # (batch, head, key time)
@@ -272,10 +270,8 @@ def _features(
         if causal:
             step = finite[..., :-1] - finite[..., 1:]
             step = step.masked_fill(running[..., :-1] == -torch.inf, 0.0)
-            # The maximum sinks with the decay, so that the sum is at most 0 but for rounding.
-            log_decay = (
-                step.clamp(max=0.0) if log_decay is None else (log_decay + step).clamp(max=0.0)
-            )
+            # Rounding may lift it above 0 by a hair; a clamp there would cut the decay's gradient.
+            log_decay = step if log_decay is None else log_decay + step
             finite = finite[..., 1:]
         query_peak = log_q.detach().amax(-1, keepdim=True)
         phi_q = (log_q - query_peak).clamp(min=floor).exp()

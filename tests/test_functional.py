@@ -589,7 +589,9 @@ def test_gradcheck_with_states_in_and_out(name, length):
         # keys stay below the one in the state.
         past = AttentionState(S, z, state.stabilizer + 10, state.position)
         out, end = linear_attention(q, k, v, log_decay=g, state=past, **options)
-        return out, end.S, end.z
+        # The sums are in units of exp(stabilizer), which sinks with the decay.
+        unit = (end.stabilizer - past.stabilizer).exp()[..., None]
+        return out, end.S * unit[..., None], end.z * unit
 
     leaves = [x.requires_grad_() for x in (q, k, v, decay, state.S.detach(), state.z.detach())]
     assert torch.autograd.gradcheck(run, leaves, fast_mode=length > 5, atol=1e-6)
@@ -732,18 +734,19 @@ def test_gradients_through_the_smallest_denominators(level, rotary, backend):
             assert all(g.abs().max() < 1e-3 for g in grads)
 
 
-@pytest.mark.parametrize("scale", [1.0, 2.0, 3.0])
-def test_far_apart_features_keep_their_kernel_in_float32(scale):
+@pytest.mark.parametrize("seed", [3, 8, 23])
+@pytest.mark.parametrize("scale", [1.5, 2.0, 3.0])
+def test_far_apart_features_keep_their_kernel_in_float32(scale, seed):
     """The largest features of q and k lie far apart: the floor must be below their products."""
-    phi = make_feature_map("favor+", 64, features=64, seed=1)
-    generator = torch.Generator().manual_seed(0)
+    phi = make_feature_map("favor+", 64, features=64, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(1, 1, 40, 64, dtype=torch.float64, generator=generator) * s
         for s in (scale, scale, 1.0)
     )
     got = linear_attention(q.float(), k.float(), v.float(), feature_map=phi)
     want = linear_attention(q, k, v, feature_map=phi.double())
-    assert (got.double() - want).abs().max() < 1e-4
+    assert (got.double() - want).abs().max() < 2e-4
 
 
 @pytest.mark.parametrize("forget", [-float("inf"), -60.0])
