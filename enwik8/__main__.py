@@ -6,6 +6,7 @@ user can put right are one sentence and exit code 2; an interrupted run exits wi
 
 from __future__ import annotations
 
+import csv
 import os
 import shlex
 import sys
@@ -14,13 +15,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-import tyro
-from tyro.conf import OmitArgPrefixes, Positional, subcommand
-
 from .errors import UserError
 from .interrupt import Interrupted
 from .methods import METHODS
 from .presets import PRESETS, Settings
+
+_EXTRA = "pip install 'linear_rope[enwik8]' brings what the experiment needs"
+
+try:
+    import tyro
+    from tyro.conf import OmitArgPrefixes, Positional, subcommand
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: the package {missing.name} is not installed; {_EXTRA}")
 
 PresetName = Literal["demo", "small", "paper", "performer-example"]
 
@@ -280,16 +286,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         command = parse(arguments)
         command(shlex.join(["python", "-m", "enwik8", *arguments]))
-    except (UserError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     except BrokenPipeError:
         # Whoever read the output (head, less) has enough. Python flushes at exit: not into it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except (UserError, ValueError, csv.Error, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"error: the package {error.name} is not installed; {_EXTRA}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except Interrupted as error:
         print(error, file=sys.stderr)
         return error.exit_code

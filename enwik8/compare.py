@@ -90,6 +90,7 @@ def compare(
     }
     run_folder.make_writable(out)
     with Lock(out):
+        run_folder.check_new(out, resume=resume, overwrite=overwrite)  # now that it is ours
         checkpoint.remove_part_files(out)
         if overwrite:
             _clear(out)

@@ -35,8 +35,11 @@ class Trained:
 def load_model(path: Path, device: str | torch.device = "cpu") -> Trained:
     """The model of a run folder or checkpoint, in evaluation mode."""
     contents = checkpoint.load(checkpoint.resolve(path))
-    model = LanguageModel(Config.from_dict(contents["config"]["model"]))
-    model.load_state_dict(contents["model"])
+    try:
+        model = LanguageModel(Config.from_dict(contents["config"]["model"]))
+        model.load_state_dict(contents["model"])
+    except (RuntimeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(f"the checkpoint of {path} does not hold a model ({error})") from error
     try:
         model.to(device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA

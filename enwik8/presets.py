@@ -102,6 +102,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{_flag(name)} must be at least 1, got {value}")
+        if self.threads is not None and self.threads > 1024:
+            raise ValueError(f"--threads must be at most 1024, got {self.threads}")
         if self.dim % self.heads:
             raise ValueError(
                 f"--heads must divide --dim, got {self.heads} heads for width {self.dim}"

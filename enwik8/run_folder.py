@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,8 +44,10 @@ def make_writable(folder: Path) -> None:
 def clear(folder: Path, files: Iterable[str] = FILES) -> None:
     """Remove a run's own files, and nothing else."""
     for name in files:
-        with contextlib.suppress(FileNotFoundError):
-            (folder / name).unlink()
+        try:
+            (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise UserError(f"{folder / name} cannot be removed ({error.strerror})") from error
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
@@ -60,7 +61,8 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         raise UserError(
             f"{path} is damaged ({error}); it was left untouched (--overwrite starts again)"
         ) from error
-    if not isinstance(config, dict):
+    parts = ("model", "training", "corpus")
+    if not isinstance(config, dict) or not all(isinstance(config.get(p, {}), dict) for p in parts):
         raise UserError(f"{path} is not a configuration (--overwrite starts again)")
     return config
 

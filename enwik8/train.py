@@ -301,6 +301,8 @@ def _begin_or_resume(run: _Run, out: Path, *, resume: bool, overwrite: bool) -> 
     """Bring run and folder to the same step."""
     main = run.accelerator.is_main_process
     if main:
+        # Again, now that the folder is ours: another run may have come and gone meanwhile.
+        run_folder.check_new(out, resume=resume, overwrite=overwrite)
         checkpoint.remove_part_files(out)
         if overwrite:
             run_folder.clear(out)
@@ -318,7 +320,13 @@ def _begin_or_resume(run: _Run, out: Path, *, resume: bool, overwrite: bool) -> 
             "give the settings of then, or --overwrite to start again"
         )
     if state is not None:
-        run.restore(state)
+        try:
+            run.restore(state)
+        except (RuntimeError, KeyError, TypeError, ValueError) as error:
+            raise UserError(
+                f"{out / checkpoint.NAME} does not hold what a run needs ({error}); it was left "
+                "untouched (--overwrite starts again)"
+            ) from error
     if main:
         checkpoint.replace_file(out / "config.json", json.dumps(run.record, indent=2) + "\n")
 

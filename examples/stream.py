@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from linear_rope import Config, LanguageModel
+from linear_rope import Config, LanguageModel, ModelState
 
 torch.manual_seed(0)
 model = LanguageModel(Config(vocab_size=256, dim=64, layers=2, heads=4)).double().eval()
 tokens = torch.randint(256, (2, 300))  # 2 rows of 300 tokens
 
 
-def size(state: tuple) -> int:
+def size(state: ModelState) -> int:
     """Bytes in the state of all layers."""
-    return sum(x.numel() * x.element_size() for layer in state for x in layer)
+    return sum(x.numel() * x.element_size() for layer in state.layers for x in layer)
 
 
 with torch.no_grad():

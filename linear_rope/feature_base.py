@@ -12,9 +12,20 @@ def log_floor(dtype: torch.dtype) -> float:
     """The smallest logarithm of an exponential feature: exp(-30) = 9.4e-14 in float32.
 
     A product of two such features (8.8e-27) is a normal number, and so is its inverse times any
-    gradient, so a denominator made of them is never 0; in float32 the floor is far below rounding.
+    gradient, so a denominator made of them is never 0.
     """
     return -300.0 if dtype == torch.float64 else -30.0
+
+
+def peak_floor(dtype: torch.dtype) -> float:
+    """How far below its maximum an exponential feature may lie: exp(-40) = 4.2e-18 in float32.
+
+    A query's largest feature is 1, so a denominator is not below this either. It must be low,
+    because the largest features of a query and of a key can lie far apart and the kernel is then a
+    sum of small terms; it cannot be lower, because the gradient of a quotient with rotated terms
+    divides by the denominator twice.
+    """
+    return -300.0 if dtype == torch.float64 else -40.0
 
 
 def full_precision(x: Tensor) -> Tensor:

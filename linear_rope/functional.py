@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linear_rope.causal import BACKENDS, causal_product
-from linear_rope.feature_maps import FeatureMap, log_floor, make_feature_map
+from linear_rope.feature_base import FeatureMap, peak_floor
+from linear_rope.feature_maps import make_feature_map
 from linear_rope.rotary import (
     Rotation,
     boundaries,
@@ -215,7 +216,7 @@ def linear_attention(
                 den, z = _grouped(product, phi_q, phi_k, ones, past_z)
                 z = z.squeeze(-1)
             # 3. Divide, once.
-            out = num * _inverse(den, denominator == "rotated" and turned_k is not phi_k)
+            out = num / _divisor(den, denominator == "rotated" and turned_k is not phi_k)
         if output_norm:
             out = F.rms_norm(out, out.shape[-1:], eps=1e-6)
         if out_dtype == torch.float16:
@@ -261,7 +262,9 @@ def _features(
     Exponential features need a maximum subtracted. One over all keys would let later tokens move
     earlier outputs; one a key would reweight the keys. A running maximum c_t does neither: keys
     enter as exp(log phi(k_t) - c_t), and what is already in the sums is scaled by exp(c_{t-1} -
-    c_t), a decay that numerator and denominator share. A maximum a query cancels in the ratio.
+    c_t), a decay that numerator and denominator share. Under a log decay the maximum sinks with
+    what it stands for: c_t = max(c_{t-1} + g_t, log phi(k_t)), or a loud key would press on the
+    later ones when it is long forgotten. A maximum a query cancels in the ratio.
     All of them cancel exactly, so no gradient needs to flow through them.
     """
     hidden = None if key_mask is None else ~key_mask[:, None, :]  # (batch, 1, key time)
@@ -272,11 +275,11 @@ def _features(
     scale: Tensor | float = 1.0
     if not getattr(phi, "log_space", False):
         phi_q, phi_k = phi(q), phi(k)
-        if top is None:
-            top = phi_k.new_zeros(k.shape[:2])
+        # A new state shares no memory with the old one.
+        top = phi_k.new_zeros(k.shape[:2]) if top is None else top.clone()
     else:
         log_q, log_k = phi.log_features(q), phi.log_features(k)  # type: ignore[union-attr]
-        floor = log_floor(log_q.dtype)
+        floor = peak_floor(log_q.dtype)
         if top is None:
             top = log_k.new_full(k.shape[:2], -torch.inf)
         peaks = log_k.detach().amax(-1)  # (batch, head, key time)
@@ -285,10 +288,7 @@ def _features(
         start_of = None if fresh is None else fresh[:, None, :]
         if causal:
             peaks = torch.cat([top.unsqueeze(-1), peaks], dim=-1)
-            if start_of is None:
-                running = peaks.cummax(-1).values
-            else:  # a document's features depend on that document alone
-                running = segmented_cummax(peaks, F.pad(start_of, (1, 0)))
+            running = _running_maximum(peaks, log_decay, start_of)
             top = running[..., -1]
         elif start_of is None:
             running = torch.cat([top.unsqueeze(-1), peaks], dim=-1).amax(-1, keepdim=True)
@@ -299,6 +299,7 @@ def _features(
         if causal:
             step = finite[..., :-1] - finite[..., 1:]
             step = step.masked_fill(running[..., :-1] == -torch.inf, 0.0)
+            # Rounding may lift it above 0 by a hair; a clamp there would cut the decay's gradient.
             log_decay = step if log_decay is None else log_decay + step
             finite = finite[..., 1:]
         query_peak = log_q.detach().amax(-1, keepdim=True)
@@ -315,6 +316,20 @@ def _features(
     if hidden is not None:
         phi_k = phi_k.masked_fill(hidden.unsqueeze(-1), 0.0)
     return phi_q, phi_k, scale, log_decay, top
+
+
+def _running_maximum(peaks: Tensor, log_decay: Tensor | None, fresh: Tensor | None) -> Tensor:
+    """c_t = max(c_{t-1} + g_t, peak_t); `peaks` has c_{-1}, of the state, in front."""
+    level: Tensor | float = 0.0
+    if log_decay is not None:
+        wide = log_decay if log_decay.device.type == "mps" else log_decay.double()
+        level = F.pad(wide.detach().clamp(min=-1e6).cumsum(-1), (1, 0))
+    above = peaks - level  # subtract what has decayed, and the maximum only rises
+    if fresh is None:
+        risen = above.cummax(-1).values
+    else:  # a document's features depend on that document alone
+        risen = segmented_cummax(above, F.pad(fresh, (1, 0)))
+    return (risen + level).to(peaks.dtype)
 
 
 def _grouped(
@@ -357,13 +372,15 @@ def _full_product(
     return before + behind.flip(2) - (q * k).sum(-1, keepdim=True) * v, S
 
 
-def _inverse(den: Tensor, signed: bool) -> Tensor:
-    """1 / den; where there is nothing to divide by (no key, or all features 0) the result is 0."""
+def _divisor(den: Tensor, signed: bool) -> Tensor:
+    """den, but so that x / den is 0 where there is nothing to divide by (no key, no feature).
+
+    It is divided by, not multiplied by the inverse: the gradient of an inverse squares it, and the
+    square of a small denominator's inverse overflows.
+    """
     if signed:
-        den = torch.where(den < 0, den.clamp(max=-ROTATED_FLOOR), den.clamp(min=ROTATED_FLOOR))
-        return den.reciprocal()
-    empty = den == 0
-    return den.masked_fill(empty, 1.0).reciprocal().masked_fill(empty, 0.0)
+        return torch.where(den < 0, den.clamp(max=-ROTATED_FLOOR), den.clamp(min=ROTATED_FLOOR))
+    return den.masked_fill(den == 0, torch.inf)
 
 
 def check_key_mask(key_mask: Tensor | None, want: tuple[int, int], device: torch.device) -> None:

@@ -541,7 +541,7 @@ def pick(
     generator: torch.Generator | None,
 ) -> Tensor:
     """One token a row from logits (batch, vocab): greedy at temperature 0, else a draw."""
-    if temperature == 0:
+    if temperature < 1e-6:  # below that the division overflows, and the result is the same
         return logits.argmax(-1)
     # Relative to the largest logit, so that a tiny temperature overflows to -inf only.
     logits = logits.float()

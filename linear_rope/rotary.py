@@ -331,13 +331,13 @@ def next_position(
     """The position that follows each row's last real token, (batch,) int64."""
     first = positions.new_zeros(batch) if start is None else start
     if positions.shape[-1] == 0:
-        return first
+        return first.clone()
     if documents is not None:
         last = documents == documents[:, -1:]  # the document that a following call goes on with
         first = torch.where(last.all(-1), first, 0)
         key_mask = last if key_mask is None else last & key_mask
     if key_mask is None:
-        return (positions[..., -1] + 1).expand(batch)
+        return (positions[..., -1] + 1).expand(batch).clone()
     seen = torch.where(key_mask, positions, -1).amax(-1) + 1
     return torch.where(key_mask.any(-1), seen, first)
 

@@ -91,7 +91,10 @@ _KILLER = """
                 "model": {f"w{i}": torch.full((40, 50), float(marker)) for i in range(5)}}
     checkpoint.save(path, contents(0))
     randomness, last, stale = random.Random(0), 0, 0
-    for attempt in range(60):
+    attempt = 0
+    # At least 60 kills; on a slow machine more, until one has hit a save in the middle.
+    while attempt < 60 or (not stale and attempt < 400):
+        attempt += 1
         child = os.fork()
         if child == 0:
             marker = last

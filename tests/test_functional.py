@@ -594,7 +594,9 @@ def test_gradcheck_with_states_in_and_out(name, length):
         # keys stay below the one in the state.
         past = AttentionState(S, z, state.stabilizer + 10, state.position)
         out, end = linear_attention(q, k, v, log_decay=g, state=past, **options)
-        return out, end.S, end.z
+        # The sums are in units of exp(stabilizer), which sinks with the decay.
+        unit = (end.stabilizer - past.stabilizer).exp()[..., None]
+        return out, end.S * unit[..., None], end.z * unit
 
     leaves = [x.requires_grad_() for x in (q, k, v, decay, state.S.detach(), state.z.detach())]
     assert torch.autograd.gradcheck(run, leaves, fast_mode=length > 5, atol=1e-6)
@@ -720,3 +722,61 @@ def test_a_forward_pass_on_the_meta_device_gives_shapes():
     )
     assert out.shape == V.shape and out.device.type == "meta"
     assert state.S.shape == (2, 3, 6, 5)
+
+
+@pytest.mark.parametrize("backend", ["reference", "chunked", "recurrent"])
+@pytest.mark.parametrize("rotary", [None, Rotary(2)])
+@pytest.mark.parametrize("level", [-22.0, -25.0, -29.0, -31.0, -200.0])
+def test_gradients_through_the_smallest_denominators(level, rotary, backend):
+    """The inverse of such a denominator is a number in float32, its square is not."""
+    for length in (1, 2, 5):
+        q = torch.full((1, 1, length, 2), level, requires_grad=True)
+        k = torch.full((1, 1, length, 2), level, requires_grad=True)
+        out = linear_attention(q, k, torch.ones(1, 1, length, 2), rotary=rotary, backend=backend)
+        grads = torch.autograd.grad(out.sum(), (q, k))
+        assert all(g.isfinite().all() for g in grads)
+        if length == 1:  # with one key the output is its value, whatever the query
+            assert all(g.abs().max() < 1e-3 for g in grads)
+
+
+@pytest.mark.parametrize("seed", [3, 8, 23])
+@pytest.mark.parametrize("scale", [1.5, 2.0, 3.0])
+def test_far_apart_features_keep_their_kernel_in_float32(scale, seed):
+    """The largest features of q and k lie far apart: the floor must be below their products."""
+    phi = make_feature_map("favor+", 64, features=64, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (
+        torch.randn(1, 1, 40, 64, dtype=torch.float64, generator=generator) * s
+        for s in (scale, scale, 1.0)
+    )
+    got = linear_attention(q.float(), k.float(), v.float(), feature_map=phi)
+    want = linear_attention(q, k, v, feature_map=phi.double())
+    assert (got.double() - want).abs().max() < 2e-4
+
+
+@pytest.mark.parametrize("forget", [-float("inf"), -60.0])
+def test_a_forgotten_loud_key_does_not_press_on_later_ones(forget):
+    phi = make_feature_map("favor+", 64, features=64, seed=1)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 40, 64, generator=generator) * s for s in (0.5, 0.5, 1.0))
+    k[0, 0, 0] = phi.projection[0] / phi.scale  # a log feature of about 30
+    decay = torch.full((1, 1, 40), -0.01)
+    decay[0, 0, 1] = forget
+    options = {"feature_map": phi, "return_state": True}
+    got, state = linear_attention(q, k, v, log_decay=decay, **options)
+    q, k, v, decay = (x[:, :, 1:] for x in (q, k, v, decay.clamp(min=-1.0)))
+    want, fresh = linear_attention(q, k, v, log_decay=decay, **options)
+    torch.testing.assert_close(got[:, :, 1:], want, atol=1e-5, rtol=0)
+    torch.testing.assert_close(state.stabilizer, fresh.stabilizer, atol=1e-4, rtol=0)
+
+
+def test_a_new_state_shares_no_memory_with_the_old_one():
+    x = torch.randn(2, 2, 3, 4)
+    _, state = linear_attention(x, x, x, return_state=True)
+    _, after = linear_attention(
+        x[:, :, :0], x[:, :, :0], x[:, :, :0], state=state, return_state=True
+    )
+    kept = [part.clone() for part in state]
+    for part in after:
+        part.add_(1)  # raises where one number stands for all rows
+    assert all(torch.equal(a, b) for a, b in zip(state, kept, strict=True))

@@ -125,6 +125,8 @@ SPLITS = ([5, 7], [1] * 12, [4, 1, 1, 6])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_equal_the_whole(kind: str, dtype: torch.dtype, tolerance: float) -> None:
+    if kind.startswith("dpfp"):
+        tolerance *= 3  # products of features square what they are rounded by
     model = build(kind).to(dtype)
     tokens = random_tokens(2, 12)
     weights = torch.randn(2, 12, 13, dtype=dtype)  # a random cotangent, not a plain sum

@@ -230,10 +230,12 @@ def test_bad_rotations_are_refused_at_once(build, words):
     assert all(word in str(refusal.value) for word in words), refusal.value
 
 
-@pytest.mark.parametrize("build", [Rotary, RotaryLinearAttention, Config])
-def test_a_scaling_rule_that_is_not_offered_is_refused(build):
-    with pytest.raises(TypeError, match="scaling"):
-        build(64, scaling="dynamic")
+def test_a_scaling_rule_that_is_not_offered_is_refused():
+    with pytest.raises(ValueError, match=r"scaling='bigger' must be a rule"):
+        Rotary(64, scaling="bigger")
+    for build in (RotaryLinearAttention, lambda dim, **options: Config(dim=dim, **options)):
+        with pytest.raises(ValueError, match=r"bigger.*linear.*ntk.*dynamic.*yarn.*llama3"):
+            build(64, rotary_scaling="bigger:factor=4")
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 48, 64, 96, 128, 256])
