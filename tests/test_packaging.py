@@ -7,8 +7,10 @@ import importlib.metadata
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -156,3 +158,31 @@ def test_every_requirement_has_one_pin_in_its_range(version: str) -> None:
         if 'extra == "cuda"' in line:  # cannot be tested without a GPU
             continue
         assert requirement.specifier.contains(pins[canonicalize_name(requirement.name)]), line
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_all_that_an_installation_needs(tmp_path: Path) -> None:
+    source, built = tmp_path / "source", tmp_path / "built"
+    source.mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for package in ("linear_rope", "enwik8"):
+        shutil.copytree(
+            ROOT / package, source / package, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "-w", str(built), str(source)], check=True, timeout=120)
+    (wheel,) = built.glob("linear_rope-*.whl")
+    held = set(zipfile.ZipFile(wheel).namelist())
+    for package in ("linear_rope", "enwik8"):
+        wanted = {str(p.relative_to(ROOT)) for p in (ROOT / package).rglob("*.py")}
+        assert wanted | {f"{package}/py.typed"} <= held
+    assert any(name.endswith("LICENSE") for name in held)
+    # Imported from the wheel alone, with nothing of the source tree on the path.
+    code = f"import sys; sys.path.insert(0, {str(wheel)!r}); import linear_rope; "
+    code += "import linear_rope.checks; print(linear_rope.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(wheel) in done.stdout
