@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
+from linear_rope.arguments import DENOMINATORS, ROTATE, check_key_mask
 from linear_rope.causal import BACKENDS
 from linear_rope.feature_maps import FeatureMap, full_precision, make_feature_map
-from linear_rope.functional import DENOMINATORS, ROTATE, check_key_mask, linear_attention
+from linear_rope.functional import linear_attention
 from linear_rope.rotary import check_rotation, next_position, resolve_positions
 from linear_rope.rotary_variants import make_rotary
 from linear_rope.scaling import Scaling

@@ -1,0 +1,130 @@
+"""What `linear_attention` refuses: one sentence that names the argument, its value, the remedy."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from linear_rope.causal import BACKENDS
+from linear_rope.rotary import can_read
+from linear_rope.states import AttentionState
+
+__all__ = ["DENOMINATORS", "ROTATE", "check_arguments", "check_key_mask", "check_state"]
+
+ROTATE = ("after", "before", "none")
+DENOMINATORS = ("unrotated", "rotated", "none")
+
+
+def check_key_mask(key_mask: Tensor | None, want: tuple[int, int], device: torch.device) -> None:
+    """Refuses a mask that is not bool of shape `want`: others would broadcast, or add to scores."""
+    if key_mask is None:
+        return
+    if key_mask.dtype != torch.bool or key_mask.shape != want:
+        raise ValueError(
+            f"key_mask must be bool of shape (batch, key time) = {want}, True at real keys, "
+            f"got {key_mask.dtype} of shape {tuple(key_mask.shape)}"
+        )
+    if key_mask.device != device:
+        raise ValueError(f"key_mask is on {key_mask.device} but the input is on {device}")
+
+
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotate: str,
+    denominator: str,
+    causal: bool,
+    key_mask: Tensor | None,
+    log_decay: Tensor | None,
+    state: AttentionState | None,
+    return_state: bool,
+    backend: str,
+) -> None:
+    """Names, shapes, dtypes and devices; arguments as in `linear_attention`."""
+    for name, value, known in (
+        ("rotate", rotate, ROTATE),
+        ("denominator", denominator, DENOMINATORS),
+        ("backend", backend, ("auto", *BACKENDS)),
+    ):
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is unknown; choose one of: {', '.join(known)}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} must have shape (batch, head, time, width), got {tuple(x.shape)}"
+            )
+        if not x.is_floating_point():
+            raise ValueError(f"{name} must be a floating-point tensor, got dtype {x.dtype}")
+        if x.device != q.device or x.dtype != q.dtype:
+            raise ValueError(
+                f"q, k and v must share dtype and device: {name} is {x.dtype} on {x.device}, q is "
+                f"{q.dtype} on {q.device}; convert one with .to()"
+            )
+        if x.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"q, k and v must agree in batch, got {name} {tuple(x.shape)} for q "
+                f"{tuple(q.shape)}"
+            )
+    if k.shape[1] != v.shape[1] or k.shape[1] < 1 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            f"the {q.shape[1]} heads of q must be a multiple of those of k and v, which agree, got "
+            f"{k.shape[1]} and {v.shape[1]}"
+        )
+    if k.shape[3] != q.shape[3]:
+        raise ValueError(f"q has head width {q.shape[3]} but k has {k.shape[3]}; make them equal")
+    if v.shape[2] != k.shape[2]:
+        raise ValueError(f"there are {k.shape[2]} keys but {v.shape[2]} values; make them equal")
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"causal attention needs as many queries as keys, got {q.shape[2]} and {k.shape[2]}; "
+            "use causal=False for cross-attention, or pass the past as `state`"
+        )
+    check_key_mask(key_mask, (k.shape[0], k.shape[2]), q.device)
+    if log_decay is not None:
+        if not log_decay.is_floating_point():
+            raise ValueError(f"log_decay must be a floating-point tensor, got {log_decay.dtype}")
+        if not causal:
+            raise ValueError("log_decay needs causal=True: without an order nothing decays")
+        if log_decay.shape != k.shape[:3]:
+            raise ValueError(
+                f"log_decay must have shape (batch, key head, time) = {tuple(k.shape[:3])}, "
+                f"got {tuple(log_decay.shape)}"
+            )
+        if log_decay.device != q.device:
+            raise ValueError(f"log_decay is on {log_decay.device} but q is on {q.device}")
+        if can_read(log_decay) and bool((log_decay > 0).any()):
+            raise ValueError(
+                "log_decay must be <= 0 (a factor of at most 1), got "
+                f"{float(log_decay.max()):.4g}; for a gate use logsigmoid"
+            )
+    if (state is not None or return_state) and not causal:
+        raise ValueError("a state needs causal=True: non-causal attention sees all keys at once")
+
+
+def check_state(state: AttentionState | None, features: int | None, k: Tensor, v: Tensor) -> None:
+    """Refuses a state of other sizes; `features` is None for a plain function, which has no say."""
+    if state is None:
+        return
+    if not isinstance(state, AttentionState):
+        raise ValueError(
+            f"state must be an AttentionState, as an earlier call returned, got {type(state)}"
+        )
+    rows = (k.shape[0], k.shape[1])
+    features = state.S.shape[-2] if features is None else features
+    wanted = {
+        "S": (*rows, features, v.shape[-1]),
+        "z": (*rows, features),
+        "stabilizer": rows,
+        "position": rows[:1],
+    }
+    for name, want in wanted.items():
+        x: Tensor = getattr(state, name)
+        if x.shape != want or x.device != k.device:
+            raise ValueError(
+                f"state.{name} must have shape {want} on {k.device}, got {tuple(x.shape)} on "
+                f"{x.device}; pass the state of an earlier call with the same sizes, or none"
+            )
+        if x.is_floating_point() == (name == "position"):
+            kind = "int64" if name == "position" else "floating-point"
+            raise ValueError(f"state.{name} must be {kind}, got dtype {x.dtype}")
