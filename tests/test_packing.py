@@ -96,6 +96,21 @@ def test_the_next_document_does_not_see_a_thing() -> None:
     assert not torch.allclose(after[:, :, :74], before[:, :, :74])
 
 
+@pytest.mark.parametrize("backend", [*BACKENDS, "non-causal"])
+def test_a_loud_document_does_not_flatten_a_quiet_one_in_float32(backend: str) -> None:
+    """Features lie within exp(-40) of their maximum: it must be the document's own."""
+    phi = make_feature_map("favor+", 128, features=32, seed=2)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 20, 128, generator=g) * s for s in (0.5, 0.5, 1.0))
+    k[0, 0, 3] = phi.projection[0] / phi.scale  # a log feature of about 60
+    options: dict[str, Any] = {"feature_map": phi, "causal": backend != "non-causal"}
+    if backend != "non-causal":
+        options["backend"] = backend
+    got = linear_attention(q, k, v, cu_seqlens=torch.tensor([0, 8, 20]), **options)
+    want = linear_attention(*(x[:, :, 8:] for x in (q, k, v)), **options)
+    torch.testing.assert_close(got[:, :, 8:], want, atol=1e-5, rtol=0)
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "elu+1": {},
     "grouped, normed": {"kv_heads": 2, "qk_norm": True},
