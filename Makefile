@@ -9,7 +9,7 @@ INSTALLED := $(VENV)/.installed
 SMOKE := build/smoke
 DEMO := results/demo
 
-.PHONY: help venv demo test lint format types smoke clean distclean
+.PHONY: help venv demo test test-triton lint format types smoke clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,6 +41,11 @@ demo: $(INSTALLED)
 # Two workers for two cores; tests/conftest.py gives each of them one thread.
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10
+
+# Triton kernels on the CPU, by its interpreter. Triton takes 1 GB, so it is in no extra.
+test-triton: $(INSTALLED)
+	$(BIN)/python -m pip install --no-deps triton
+	$(BIN)/python -m pytest tests/test_gpu.py tests/test_fla.py
 
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .

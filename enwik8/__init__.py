@@ -8,4 +8,6 @@ Everything is reached through ``python -m enwik8``:
 ``plot``      draws the curves again, from the files alone.
 ``sample``    writes text with a trained model.
 ``evaluate``  measures bits per byte of a trained model on a split or a file.
+
+``--objective mlm`` trains encoders that fill in hidden bytes instead (``masked.py``).
 """

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, cast
 from .errors import UserError
 from .interrupt import Interrupted
 from .methods import METHODS
+from .objectives import OBJECTIVES
 from .presets import PRESETS, Settings
 
 _EXTRA = "pip install 'linear_rope[enwik8]' brings what the experiment needs"
@@ -120,7 +121,10 @@ class Compare:
 
 @dataclass
 class Plot:
-    """Draw the curves of runs or comparisons again, from their files alone, as PNG and SVG."""
+    """Draw the curves of runs or comparisons again, from their files alone, as PNG and SVG.
+
+    All of them must have the same objective.
+    """
 
     folders: Positional[tuple[Path, ...]]
     """Run folders or comparison folders; several are drawn together."""
@@ -176,7 +180,10 @@ class Sample:
 
 @dataclass
 class Evaluate:
-    """Measure bits per byte of a trained model on a split of a corpus or on a whole file."""
+    """Measure bits per byte of a trained model on a split of a corpus or on a whole file.
+
+    A model that was trained with --objective mlm: bits per masked byte.
+    """
 
     run: Positional[Path]
     """Run folder, or checkpoint file."""
@@ -221,6 +228,10 @@ class Arms:
         width = max(map(len, METHODS))
         for method in METHODS.values():
             print(f"{method.name:<{width}}  {method.description}")
+        print()
+        for objective in OBJECTIVES.values():
+            which = "all arms" if objective.causal else "arms without -decay"
+            print(f"--objective {objective.name}: {objective.description} For {which}.")
         print()
         for name, preset in PRESETS.items():
             print(f"--preset {name}: {preset.description} Arms: {', '.join(preset.arms)}.")

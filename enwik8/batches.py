@@ -116,7 +116,8 @@ class BatchHash:
 
     ``h_t = sha256(h_{t-1} || shape of batch t || bytes of batch t)``, cut to 64 bits, from
     ``h_0 = sha256(corpus_sha256)`` cut likewise. The state is the digest itself: 16 hexadecimal
-    digits go into the log and into the checkpoint, and `restore` goes on from them.
+    digits go into the log and into the checkpoint, and `restore` goes on from them. A batch is
+    (batch, length + 1) uint8, or, with masks, inputs and targets as (2, batch, length) int16.
 
         hash = BatchHash(corpus.sha256)
         hash.update(sampler.windows(step))      # once per micro batch
@@ -148,9 +149,12 @@ class BatchHash:
         return self._state.hex()
 
     def update(self, windows: np.ndarray) -> str:
-        """Take in one batch, (batch, length + 1) uint8; returns the new digest."""
-        if windows.dtype != np.uint8:
-            raise ValueError(f"windows must be uint8 (WindowSampler.windows), got {windows.dtype}")
+        """Take in one batch; returns the new digest."""
+        if windows.dtype not in (np.dtype(np.uint8), np.dtype("<i2")):
+            raise ValueError(
+                "windows must be uint8 (WindowSampler.windows), or little-endian int16 with masks, "
+                f"got {windows.dtype}"
+            )
         chain = hashlib.sha256(self._state)
         chain.update(np.array(windows.shape, dtype="<i8").tobytes())
         chain.update(windows.tobytes())

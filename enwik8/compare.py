@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from linear_rope.model import Config, LanguageModel
+from linear_rope.model import Config
 
 from . import checkpoint, run_folder
 from .corpus import Corpus, load_corpus
@@ -26,10 +26,12 @@ from .errors import UserError
 from .interrupt import Interrupted, Lock
 from .methods import DEFAULT_ARMS, find
 from .metrics import merge, read_rows
+from .objectives import Objective, objective_named
 from .plot import plot
 from .presets import Settings, model_fields
 from .record import training_record, versions
 from .summary import summarize, verdict
+from .tasks import make_model
 from .train import RunResult, make_sampler, train
 
 __all__ = ["check_fair", "compare"]
@@ -116,7 +118,7 @@ def compare(
             raise Interrupted(error.exit_code - 128, f"{arm}, seed {seed}: {error}") from None
         finally:
             # Also what an interrupted or failed run has logged, so that it can be looked at.
-            _merge(out, arms, seeds)
+            _merge(out, arms, seeds, objective_named(settings.objective))
         pictures = plot(out)
         summarize(out)
     print(f"Picture: {pictures[0]}")
@@ -131,7 +133,7 @@ def _check_possible(
     Accelerator(cpu=settings.cpu, mixed_precision=settings.precision)
     for config in models.values():
         with torch.device("meta"):  # shapes without memory: quick at any size
-            LanguageModel(config)
+            make_model(config, objective_named(settings.objective))
     for seed in seeds:
         make_sampler(dataclasses.replace(settings, seed=seed), corpus)
 
@@ -205,9 +207,10 @@ def _folder(out: Path, arm: str, seed: int) -> Path:
     return out / "runs" / f"{arm}-seed{seed}"
 
 
-def _merge(out: Path, arms: Sequence[str], seeds: Sequence[int]) -> None:
+def _merge(out: Path, arms: Sequence[str], seeds: Sequence[int], objective: Objective) -> None:
     runs = [(arm, seed, _folder(out, arm, seed) / "metrics.csv") for arm in arms for seed in seeds]
-    merge([run for run in runs if read_rows(run[2])], out / "metrics.csv")
+    runs = [run for run in runs if read_rows(run[2], objective)]
+    merge(runs, out / "metrics.csv", objective)
 
 
 def _clear(out: Path) -> None:

@@ -17,13 +17,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from enwik8.errors import UserError
+from enwik8.objectives import CAUSAL, OBJECTIVES, Objective
 
 Floats = NDArray[np.float64]
 Columns = dict[str, NDArray[Any]]
 
-REQUIRED = ("step", "tokens", "train_bits_per_byte", "validation_bits_per_byte")
 TEXT = ("arm", "batch_hash")  # every other column is a number
-TRAIN, VALIDATION = "train_bits_per_byte", "validation_bits_per_byte"
 
 
 @dataclass(frozen=True)
@@ -37,21 +36,34 @@ class Run:
     folder: Path = Path()
 
     @property
+    def objective(self) -> Objective:
+        """What was trained, by the names of the columns: a log alone says it too."""
+        return _objective_in(self.columns) or CAUSAL
+
+    @property
     def tokens(self) -> Floats:
         """Training tokens (bytes) seen after each step."""
         return np.asarray(self.columns["tokens"], dtype=np.float64)
 
     @property
     def train(self) -> Floats:
-        """Training bits per byte, one a step."""
-        return np.asarray(self.columns[TRAIN], dtype=np.float64)
+        """Training loss in the objective's unit, one a step."""
+        return np.asarray(self.columns[self.objective.train_column], dtype=np.float64)
 
     @property
     def validation(self) -> tuple[Floats, Floats]:
-        """(tokens, bits per byte) of the steps with a finite validation value."""
-        values = np.asarray(self.columns[VALIDATION], dtype=np.float64)
+        """(tokens, loss in the objective's unit) of the steps with a finite validation value."""
+        values = np.asarray(self.columns[self.objective.validation_column], dtype=np.float64)
         kept = np.isfinite(values)
         return self.tokens[kept], values[kept]
+
+
+def _objective_in(names: Iterable[str]) -> Objective | None:
+    there = set(names)
+    for objective in OBJECTIVES.values():
+        if {objective.train_column, objective.validation_column} <= there:
+            return objective
+    return None
 
 
 def read_metrics(path: str | Path) -> Columns:
@@ -79,7 +91,9 @@ def read_metrics(path: str | Path) -> Columns:
         lines.pop()
     rows = list(csv.reader(io.StringIO("".join(lines).replace("\0", ""))))
     header = [name.strip() for name in rows[0]] if rows else []
-    missing = [name for name in REQUIRED if name not in header]
+    objective = _objective_in(header) or CAUSAL
+    required = ("step", "tokens", objective.train_column, objective.validation_column)
+    missing = [name for name in required if name not in header]
     if missing:
         raise UserError(
             f"{path} is not a metrics log (no column {', '.join(missing)} in its first line): "
@@ -140,14 +154,35 @@ def load_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
     otherwise the folder's name is added to the arm's.
 
     Raises:
-        UserError: no folder, a missing one, or one without a readable log.
+        UserError: no folder, a missing one, one without a readable log, or runs of two objectives.
     """
     if isinstance(folders, (str, Path)):
         folders = [folders]
     runs = [run for folder in folders for run in _load_folder(Path(folder))]
     if not runs:
         raise UserError("no folder was given: name a run's or a comparison's folder")
+    objective_of(runs)
     return _tell_apart(runs)
+
+
+def objective_of(runs: Sequence[Run]) -> Objective:
+    """The objective that all runs share.
+
+    Raises:
+        UserError: they have two, whose losses are different quantities.
+    """
+    first = runs[0]
+    for run in runs[1:]:
+        if run.objective != first.objective:
+            told = [
+                f"{r.arm} in {r.folder} is measured in {r.objective.unit} "
+                f"(--objective {r.objective.name})"
+                for r in (first, run)
+            ]
+            raise UserError(
+                f"{' and '.join(told)}: these are different quantities; give runs of one objective"
+            )
+    return first.objective
 
 
 def _load_folder(folder: Path) -> list[Run]:
@@ -290,6 +325,23 @@ def describe_corpus(config: dict[str, Any]) -> str:
         return str(corpus["description"])
     size = corpus.get("bytes") if isinstance(corpus, dict) else None
     return corpus_name(config) + (f", {size:,} bytes" if isinstance(size, int) else "")
+
+
+def model_size(runs: Sequence[Run]) -> str:
+    """Describe the models' size, like "4 layers, 128 wide, 4 heads, 0.8 M parameters"."""
+    models = [run.config.get("model") or {} for run in runs]
+    parts = []
+    for name, words in (("layers", "{} layers"), ("dim", "{} wide"), ("heads", "{} heads")):
+        values = {model[name] for model in models if isinstance(model, dict) and name in model}
+        if values:
+            words = words.removesuffix("s") if values == {1} else words
+            parts.append(words.format(" or ".join(str(value) for value in sorted(values))))
+    counts = [run.config.get("parameters") for run in runs]
+    numbers = sorted(count for count in counts if isinstance(count, int))
+    if numbers:
+        least, most = (f"{number / 1e6:.3g}" for number in (numbers[0], numbers[-1]))
+        parts.append(f"{least if least == most else f'{least} to {most}'} M parameters")
+    return ", ".join(parts)
 
 
 def corpora_of(runs: Sequence[Run]) -> list[str]:

@@ -1,4 +1,7 @@
-"""Bits per byte of a model: mean nats per byte / ln 2, each byte counted once and alike."""
+"""Bits per byte of a model: mean nats per byte / ln 2, each byte counted once and alike.
+
+Of a masked model: per masked byte, with the same bytes hidden every time.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,15 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from linear_rope.model import Config, LanguageModel
+from linear_rope.model import Config
 
 from . import checkpoint
-from .batches import bits_per_byte, evaluation_windows
+from .batches import bits_per_byte
 from .corpus import load_corpus
 from .errors import UserError
+from .masked import IGNORED
+from .objectives import CAUSAL, Objective, objective_named
+from .tasks import Model, evaluation_batches, make_model
 
 __all__ = ["Trained", "evaluate", "load_model", "split_bits_per_byte"]
 
@@ -26,8 +32,11 @@ __all__ = ["Trained", "evaluate", "load_model", "split_bits_per_byte"]
 class Trained:
     """A model from a checkpoint, with the record of the run that made it."""
 
-    def __init__(self, model: LanguageModel, config: dict[str, Any], step: int) -> None:
+    def __init__(
+        self, model: Model, objective: Objective, config: dict[str, Any], step: int
+    ) -> None:
         self.model = model
+        self.objective = objective
         self.config = config
         self.step = step
 
@@ -36,7 +45,10 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> Trained:
     """The model of a run folder or checkpoint, in evaluation mode."""
     contents = checkpoint.load(checkpoint.resolve(path))
     try:
-        model = LanguageModel(Config.from_dict(contents["config"]["model"]))
+        config = contents["config"]
+        # Runs from before there was a choice were causal.
+        objective = objective_named(config.get("training", {}).get("objective", CAUSAL.name))
+        model = make_model(Config.from_dict(config["model"]), objective)
         model.load_state_dict(contents["model"])
     except (RuntimeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"the checkpoint of {path} does not hold a model ({error})") from error
@@ -44,7 +56,7 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> Trained:
         model.to(device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         raise UserError(f"--device {device} cannot be used here ({error})") from error
-    return Trained(model.eval(), contents["config"], contents["step"])
+    return Trained(model.eval(), objective, config, contents["step"])
 
 
 @torch.no_grad()
@@ -54,6 +66,7 @@ def split_bits_per_byte(
     length: int,
     batch_size: int,
     *,
+    objective: Objective = CAUSAL,
     limit: int | None = None,
     device: str | torch.device = "cpu",
     stop: Callable[[], bool] = lambda: False,
@@ -63,17 +76,20 @@ def split_bits_per_byte(
     """Bits per byte over ``data``, cut into windows of ``length`` that each start afresh.
 
     Args:
-        limit: stop after that many targets; None: all bytes but the first are targets.
+        objective: what is measured. causal: all bytes but the first are targets. mlm: those that
+            `masked_evaluation` hides among all bytes but the last; the result is in bits per
+            masked byte.
+        limit: stop after that many of these bytes; None: all.
         stop: asked before each batch; True abandons the evaluation, which then returns None.
         report: told the share that is done, in (0, 1], after each batch.
         progress: show a bar of its own.
 
     Changes neither the model nor any random state; the training mode is put back.
     """
-    windows = evaluation_windows(data, length, batch_size, limit)
+    windows = evaluation_batches(data, length, batch_size, limit, objective)
     was_training = model.training
     model.eval()
-    nats, targets = 0.0, 0
+    nats, targets, done = 0.0, 0, 0
     total = min(len(data) - 1, limit or len(data))
     bar = tqdm(total=total, unit="byte", unit_scale=True, disable=not progress, desc="evaluating")
     try:
@@ -82,14 +98,19 @@ def split_bits_per_byte(
                 return None
             logits = model(x.to(device))
             losses = F.cross_entropy(
-                logits.flatten(0, 1).float(), y.to(device).flatten(), reduction="none"
+                logits.flatten(0, 1).float(),
+                y.to(device).flatten(),
+                ignore_index=IGNORED,
+                reduction="none",
             )
             # A sum of many float32 losses would lose the digits that arms differ in.
             nats += losses.cpu().double().sum().item()
-            targets += y.numel()
-            report(targets / total)
+            targets += int((y != IGNORED).sum())
+            done += y.numel()
+            report(done / total)
             bar.update(y.numel())
-            bar.set_postfix_str(f"{bits_per_byte(nats / targets):.4f} bits/byte", refresh=False)
+            now = bits_per_byte(nats / targets)
+            bar.set_postfix_str(f"{now:.4f} bits/{objective.per}", refresh=False)
     finally:
         bar.close()
         model.train(was_training)
@@ -109,6 +130,8 @@ def evaluate(
     device: str = "cpu",
 ) -> float:
     """Bits per byte of a trained model on a split of its corpus, or on a whole file; prints it.
+
+    Of a run with ``--objective mlm``: bits per masked byte.
 
     Args:
         run: run folder or checkpoint.
@@ -137,14 +160,16 @@ def evaluate(
         data,
         training["length"] if length is None else length,
         batch_size,
+        objective=trained.objective,
         limit=limit,
         device=device,
         progress=True,
     )
     assert value is not None  # nothing stops it
     counted = min(len(data) - 1, limit or len(data))
+    hidden = "" if trained.objective.causal else ", 15 % of them masked"
     print(
-        f"{trained.config['arm']} at step {trained.step}: {value:.4f} bits per byte "
-        f"({value * math.log(2):.4f} nats) over {counted:,} bytes of {what}"
+        f"{trained.config['arm']} at step {trained.step}: {value:.4f} {trained.objective.unit} "
+        f"({value * math.log(2):.4f} nats) over {counted:,} bytes of {what}{hidden}"
     )
     return value

@@ -27,6 +27,11 @@ class Method:
         """Whether the feature map is made of random projections (FAVOR+)."""
         return str(self.overrides.get("feature_map", "")).startswith("favor")
 
+    @property
+    def needs_causal(self) -> bool:
+        """Whether it makes sense in a causal model only: decay follows the order of a state."""
+        return self.overrides.get("decay", "none") != "none"
+
 
 # Attention: name -> (description, fields).
 _ATTENTION: dict[str, tuple[str, dict[str, object]]] = {

@@ -11,20 +11,24 @@ from typing import TextIO
 
 from .checkpoint import replace_file
 from .errors import UserError
+from .objectives import CAUSAL, Objective
 
-__all__ = ["COLUMNS", "MetricsLog", "merge", "read_rows"]
+__all__ = ["MetricsLog", "column_names", "merge", "read_rows"]
 
-COLUMNS = (
-    "step",
-    "tokens",
-    "train_bits_per_byte",
-    "validation_bits_per_byte",
-    "learning_rate",
-    "gradient_norm",
-    "seconds",
-    "tokens_per_second",
-    "batch_hash",
-)
+
+def column_names(objective: Objective = CAUSAL) -> tuple[str, ...]:
+    """The log's first line: the losses' columns are called after the objective's unit."""
+    return (
+        "step",
+        "tokens",
+        objective.train_column,
+        objective.validation_column,
+        "learning_rate",
+        "gradient_norm",
+        "seconds",
+        "tokens_per_second",
+        "batch_hash",
+    )
 
 
 class MetricsLog:
@@ -34,21 +38,23 @@ class MetricsLog:
         path: the file. Without it, or with ``through=0``, a new log is begun.
         through: the step of the checkpoint that training goes on from. Rows after it are dropped,
             because these steps will be trained again.
+        objective: names the columns of the losses.
 
     Raises:
         UserError: the file cannot be written, or lacks rows up to ``through``.
     """
 
-    def __init__(self, path: Path, through: int = 0) -> None:
+    def __init__(self, path: Path, through: int = 0, objective: Objective = CAUSAL) -> None:
         self.path = path
-        rows = read_rows(path)[:through] if through else []
+        self._objective = objective
+        rows = read_rows(path, objective)[:through] if through else []
         if [row["step"] for row in rows] != [str(step) for step in range(1, through + 1)]:
             raise UserError(
                 f"{path} does not hold the rows of steps 1 to {through} that belong to the "
                 "checkpoint; it was left untouched (--overwrite starts the run again)"
             )
         self._last = rows[-1] if rows else None
-        replace_file(path, _text(rows))
+        replace_file(path, _text(rows, objective))
         self._file = self._open()
 
     def _open(self) -> TextIO:
@@ -60,7 +66,7 @@ class MetricsLog:
     def append(self, row: dict[str, str]) -> None:
         """Write one row and hand it to the system, so that a kill cannot lose it."""
         try:
-            self._file.write(_line(row))
+            self._file.write(_line(row, self._objective))
             self._file.flush()
         except OSError as error:
             raise UserError(f"{self.path} could not be written ({error})") from error
@@ -73,10 +79,10 @@ class MetricsLog:
 
     def amend_last(self, column: str, value: str) -> None:
         """Fill in a column of the last row (a validation that had been interrupted)."""
-        rows = read_rows(self.path)
+        rows = read_rows(self.path, self._objective)
         rows[-1][column] = value
         self._file.close()
-        replace_file(self.path, _text(rows))
+        replace_file(self.path, _text(rows, self._objective))
         self._file = self._open()
         self._last = rows[-1]
 
@@ -100,29 +106,32 @@ class MetricsLog:
                 raise
 
 
-def read_rows(path: Path) -> list[dict[str, str]]:
+def read_rows(path: Path, objective: Objective = CAUSAL) -> list[dict[str, str]]:
     """All whole rows of a ``metrics.csv``; a last line that a kill cut short is left out."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8", errors="replace")
     whole = text[: text.rfind("\n") + 1]
     reader = csv.DictReader(io.StringIO(whole))
-    if whole and tuple(reader.fieldnames or ()) != COLUMNS:
-        raise UserError(f"{path} has not the columns of a run's metrics; it was left untouched")
+    if whole and tuple(reader.fieldnames or ()) != column_names(objective):
+        raise UserError(
+            f"{path} has not the columns of a run's metrics ({objective.unit}); it was left "
+            "untouched"
+        )
     return [row for row in reader if None not in row.values() and None not in row]
 
 
-def merge(runs: list[tuple[str, int, Path]], out: Path) -> None:
+def merge(runs: list[tuple[str, int, Path]], out: Path, objective: Objective = CAUSAL) -> None:
     """Write the rows of several runs, (arm, seed, metrics.csv), into one file, in one step."""
-    lines = [",".join(("arm", "seed", *COLUMNS)) + "\n"]
+    lines = [",".join(("arm", "seed", *column_names(objective))) + "\n"]
     for arm, seed, path in runs:
-        lines += [f"{arm},{seed},{_line(row)}" for row in read_rows(path)]
+        lines += [f"{arm},{seed},{_line(row, objective)}" for row in read_rows(path, objective)]
     replace_file(out, "".join(lines))
 
 
-def _line(row: dict[str, str]) -> str:
-    return ",".join(row[name] for name in COLUMNS) + "\n"
+def _line(row: dict[str, str], objective: Objective) -> str:
+    return ",".join(row[name] for name in column_names(objective)) + "\n"
 
 
-def _text(rows: list[dict[str, str]]) -> str:
-    return ",".join(COLUMNS) + "\n" + "".join(_line(row) for row in rows)
+def _text(rows: list[dict[str, str]], objective: Objective) -> str:
+    return ",".join(column_names(objective)) + "\n" + "".join(_line(row, objective) for row in rows)

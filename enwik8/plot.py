@@ -27,6 +27,8 @@ from enwik8.curves import (
     corpora_of,
     corpus_name,
     load_runs,
+    model_size,
+    objective_of,
     read_metrics,
     smooth,
 )
@@ -55,6 +57,7 @@ COLORS = {
     "relu-rope": "#6a3d9a",
     "softmax-rope": "#000000",
     "softmax-none": "#888888",
+    "softmax-learned": "#56657a",
 }
 OTHER_COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#332288"),
@@ -113,7 +116,7 @@ def plot(
         The two paths. Each file is replaced whole or not at all.
 
     Raises:
-        UserError: nothing to read, or nowhere to write.
+        UserError: nothing to read, runs of two objectives, or nowhere to write.
         ValueError: smoothing outside [0, 1).
     """
     folders = [folders] if isinstance(folders, (str, Path)) else list(folders)
@@ -151,7 +154,7 @@ def curves_figure(
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _short(x)))
         axes.tick_params(axis="y", labelleft=True)
-    training.set_ylabel("bits per byte", fontsize=10.5, color=INK)
+    training.set_ylabel(objective_of(runs).unit, fontsize=10.5, color=INK)
     raw_curves = [(run.tokens, run.train) for run in runs]
     clipped = _limits(validation, list(averages.values()), list(validations.values()), raw_curves)
     _label_ends(figure, validation, averages, validations, styles)
@@ -333,9 +336,9 @@ def _titles(
     title: str | None,
     clipped: float | None,
 ) -> None:
-    corpora = corpora_of(runs)
+    corpora, objective = corpora_of(runs), objective_of(runs)
     if title is None:
-        title = f"Byte-level language models on {corpus_name(runs[0].config)}"
+        title = f"{objective.models} on {corpus_name(runs[0].config)}"
         if len(corpora) > 1:
             title = "Different corpora: NOT comparable"
     notes = [f"Faint: each step; line: exponential average, factor {smoothing:g}."]
@@ -344,30 +347,14 @@ def _titles(
         notes.append(f"Mean of {most} seeds, band from least to greatest.")
     if clipped is not None:
         notes.append(f"Cut at the top: the first steps reach {clipped:.1f}.")
-    subtitle = "\n".join([*(textwrap.fill(each, 130) for each in corpora), model_size(runs)])
+    size = model_size(runs) if objective.causal else f"{model_size(runs)}. {objective.description}"
+    subtitle = "\n".join([*(textwrap.fill(each, 130) for each in corpora), size])
     muted: dict[str, Any] = {"fontsize": 9, "color": MUTED, "va": "top", "parse_math": False}
     figure.text(
         0.012, 0.98, title, fontsize=13, color=INK, fontweight="bold", va="top", parse_math=False
     )
     figure.text(0.012, 0.925, subtitle, linespacing=1.35, **muted)
     figure.text(0.012, 0.035, "  ".join(notes), **muted)
-
-
-def model_size(runs: Sequence[Run]) -> str:
-    """Describe the models' size, like "4 layers, 128 wide, 4 heads, 0.8 M parameters"."""
-    models = [run.config.get("model") or {} for run in runs]
-    parts = []
-    for name, words in (("layers", "{} layers"), ("dim", "{} wide"), ("heads", "{} heads")):
-        values = {model[name] for model in models if isinstance(model, dict) and name in model}
-        if values:
-            words = words.removesuffix("s") if values == {1} else words
-            parts.append(words.format(" or ".join(str(value) for value in sorted(values))))
-    counts = [run.config.get("parameters") for run in runs]
-    numbers = sorted(count for count in counts if isinstance(count, int))
-    if numbers:
-        least, most = (f"{number / 1e6:.3g}" for number in (numbers[0], numbers[-1]))
-        parts.append(f"{least if least == most else f'{least} to {most}'} M parameters")
-    return ", ".join(parts)
 
 
 def save_figure(figure: Figure, stem: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from .methods import DEFAULT_ARMS, Method
+from .objectives import objective_named
 
 __all__ = ["FREE_ON_RESUME", "PRESETS", "Preset", "Settings", "model_fields"]
 
@@ -26,6 +27,8 @@ class Settings:
     """Text to train on: enwik8, wiki-sample, or the path of a file (raw, .gz, .xz or .zip)."""
     data_dir: str | None = None
     """Folder that downloaded corpora are kept in (none: ./data)."""
+    objective: Literal["causal", "mlm"] = "causal"
+    """causal: predict the next byte; mlm: predict hidden bytes from both sides, as BERT does."""
 
     layers: int = 4
     """Number of transformer blocks."""
@@ -74,7 +77,7 @@ class Settings:
     seed: int = 0
     """Seed of everything random that has no seed of its own below."""
     data_seed: int | None = None
-    """Seed of the order of the batches (none: --seed)."""
+    """Seed of the order of the batches, and of what mlm hides (none: --seed)."""
     init_seed: int | None = None
     """Seed of the initial values and of the random features (none: --seed)."""
     dropout_seed: int | None = None
@@ -93,6 +96,7 @@ class Settings:
         Not done at construction: the command line builds these objects while it parses, and would
         wrap the sentence into a report of its own.
         """
+        objective_named(self.objective)
         at_least_one = (
             *("layers", "dim", "heads", "features", "redraw_interval"),
             *("length", "batch_size", "micro_batch_size", "steps"),
@@ -151,9 +155,20 @@ def _flag(name: str) -> str:
 
 
 def model_fields(settings: Settings, method: Method) -> dict[str, object]:
-    """Fields of ``linear_rope.model.Config`` for an arm at the size of the settings."""
+    """Fields of ``linear_rope.model.Config`` for an arm at the size of the settings.
+
+    Raises:
+        ValueError: the objective has no causal model, and the arm needs one.
+    """
+    objective = objective_named(settings.objective)
+    if method.needs_causal and not objective.causal:
+        raise ValueError(
+            f"arm {method.name!r} cannot be trained with --objective {objective.name}: decay "
+            "forgets along the order of a causal model, and this one sees both sides; use "
+            f"{method.name.removesuffix('-decay')!r}"
+        )
     fields: dict[str, object] = {
-        "vocab_size": 256,
+        "vocab_size": objective.vocab_size,
         "layers": settings.layers,
         "dim": settings.dim,
         "heads": settings.heads,

@@ -1,4 +1,4 @@
-"""Progress on the terminal: bits per byte, tokens a second, time left."""
+"""Progress on the terminal: loss, tokens a second, time left."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 
 from tqdm import tqdm
+
+from .objectives import CAUSAL, Objective
 
 __all__ = ["ProgressBar"]
 
@@ -19,11 +21,20 @@ class ProgressBar:
         step, steps: where the run stands, and where it ends.
         tokens, seconds: spent until now, so that the rate is of this session only.
         shown: False for a process that is not the one that talks.
+        objective: names the losses in the rows, and their unit.
     """
 
     def __init__(
-        self, arm: str, step: int, steps: int, tokens: int, seconds: float, shown: bool = True
+        self,
+        arm: str,
+        step: int,
+        steps: int,
+        tokens: int,
+        seconds: float,
+        shown: bool = True,
+        objective: Objective = CAUSAL,
     ) -> None:
+        self._objective = objective
         # A file gets a line now and then, a terminal a smooth bar.
         self._interval = 0.2 if sys.stderr.isatty() else 10.0
         self._bar = tqdm(
@@ -50,7 +61,7 @@ class ProgressBar:
             self._bar.set_postfix_str(f"validating {100 * share:.0f} %")
 
     def validated(self, value: str) -> None:
-        """Take in a validation's bits per byte; empty: there is none."""
+        """Take in a validation's loss; empty: there is none."""
         if value:
             self._validation = f", validation {float(value):.3f}"
 
@@ -59,8 +70,8 @@ class ProgressBar:
         tokens = int(row["tokens"]) - self._tokens
         seconds = max(float(row["seconds"]) - self._seconds, 1e-3)
         self._bar.set_postfix_str(
-            f"train {float(row['train_bits_per_byte']):.3f}{self._validation} bits/byte, "
-            f"{tokens / seconds:,.0f} tokens/s",
+            f"train {float(row[self._objective.train_column]):.3f}{self._validation} "
+            f"bits/{self._objective.per}, {tokens / seconds:,.0f} tokens/s",
             refresh=False,
         )
         self._bar.update(1)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from linear_rope.model import Config
+
 from . import checkpoint
 from .errors import UserError
-from .presets import FREE_ON_RESUME
+from .presets import FREE_ON_RESUME, Settings
 
 __all__ = ["FILES", "check_new", "clear", "differences", "make_writable", "read_config"]
 
@@ -72,8 +75,11 @@ def differences(there: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
     def relevant(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "arm", config.get("arm")
-        for part in ("model", "training"):
-            for name, value in config.get(part, {}).items():
+        for part, kind in (("model", Config), ("training", Settings)):
+            if part not in config:
+                continue
+            # What a run of an earlier version could not be told was as it is by default now.
+            for name, value in {**asdict(kind()), **config[part]}.items():
                 if part == "model" or name not in FREE_ON_RESUME:
                     yield name, value
         for name in ("sha256", "splits"):

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from linear_rope.model import LanguageModel
+
 from .errors import UserError
 from .evaluate import load_model
 
@@ -32,7 +34,13 @@ def stream_text(
     Bytes are decoded as UTF-8. A byte sequence that is no UTF-8 becomes the replacement character;
     a character of several bytes comes out when it is whole.
     """
-    model = load_model(run, device).model
+    trained = load_model(run, device)
+    model = trained.model
+    if not isinstance(model, LanguageModel):
+        raise UserError(
+            f"{run} was trained with --objective {trained.objective.name}: it fills in masked "
+            "bytes and cannot continue a text; give a run of --objective causal"
+        )
     tokens = torch.tensor([list(prompt.encode())], dtype=torch.int64, device=device)
     if tokens.numel() == 0:
         raise UserError("--prompt must have at least one byte")

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import numpy as np
 
-from enwik8.curves import Floats, Run, align, by_arm, corpora_of, load_runs, read_config
+from enwik8.curves import (
+    Floats,
+    Run,
+    align,
+    by_arm,
+    corpora_of,
+    load_runs,
+    objective_of,
+    read_config,
+)
 from enwik8.plot import write_whole
 
 __all__ = ["batch_check", "summarize", "tokens_to_reach", "verdict"]
@@ -33,13 +42,15 @@ def summarize(folder: str | Path) -> str:
     digest = corpus.get("sha256") if isinstance(corpus, dict) else None
     command = config.get("command") or runs[0].config.get("command")
 
-    corpora = corpora_of(runs)
+    corpora, objective = corpora_of(runs), objective_of(runs)
     lines = [f"# {' against '.join(by_arm(runs)) if len(by_arm(runs)) < 3 else 'Comparison'}", ""]
     if len(corpora) == 1:
         lines += [f"Corpus: {corpora[0]}." + (f" sha256 `{digest}`." if digest else "")]
     else:
         lines += ["**The corpora differ: these numbers are not comparable.**"]
         lines += [f"- {corpus}" for corpus in corpora]
+    if not objective.causal:
+        lines += [f"Objective: {objective.name}. {objective.description}"]
     if isinstance(tokens, int):
         lines += [f"Planned: {tokens:,} training tokens an arm (a token is a byte)."]
     part = training.get("validation_bytes") if isinstance(training, dict) else None
@@ -51,8 +62,9 @@ def summarize(folder: str | Path) -> str:
         lines += [f"Validation on the first {part:,} of {of} of the validation split only."]
     lines += ["", *(f"- {line}" for line in verdict(runs)), "", *_table(runs), ""]
     lines += [
-        "Bits per byte: mean loss in nats over ln 2, weighted by token; lower is better. "
-        "Perplexity per byte: 2 to that power. Tokens/s: over the whole training.",
+        f"{objective.unit.capitalize()}: mean loss in nats over ln 2, weighted by token; lower is "
+        f"better. Perplexity per {objective.per}: 2 to that power. Tokens/s: over the whole "
+        "training.",
         "",
         batch_check(runs),
     ]
@@ -64,9 +76,10 @@ def summarize(folder: str | Path) -> str:
 
 
 def _table(runs: Sequence[Run]) -> list[str]:
+    objective = objective_of(runs)
     names = (
-        *("arm", "seed", "parameters", "tokens", "final validation bits per byte", "best"),
-        *("perplexity per byte", "tokens/s"),
+        *("arm", "seed", "parameters", "tokens", f"final validation {objective.unit}", "best"),
+        *(f"perplexity per {objective.per}", "tokens/s"),
     )
     lines = ["| " + " | ".join(names) + " |", "|:--|" + "--:|" * (len(names) - 1)]
     for run in runs:
@@ -128,16 +141,16 @@ def _mean_curves(runs: Sequence[Run]) -> list[_Arm]:
 def verdict(runs: Sequence[Run] | str | Path) -> list[str]:
     """Say how the arms compare: three lines for two arms.
 
-    Final validation bits per byte of each arm; the difference; and the tokens that the arm with
-    RoPE needed to reach the other arm's final value. With more arms, every arm against the first.
-    With several seeds, means over them ("± half the range"). `runs` may be a folder.
+    Final validation loss of each arm, in the objective's unit; the difference; and the tokens that
+    the arm with RoPE needed to reach the other arm's final value. With more arms, every arm against
+    the first. With several seeds, means over them ("± half the range"). `runs` may be a folder.
 
     Raises:
         UserError: `runs` is a folder without a readable log.
     """
     if isinstance(runs, (str, Path)):
         runs = load_runs(runs)
-    arms = _mean_curves(runs)
+    arms, unit = _mean_curves(runs), objective_of(runs).unit
     ready = [arm for arm in arms if arm.tokens.size]
     waiting = [f"{arm.name}: no validation yet" for arm in arms if not arm.tokens.size]
     if len(arms) == 2 and not waiting:
@@ -145,15 +158,15 @@ def verdict(runs: Sequence[Run] | str | Path) -> list[str]:
         if "rope" in base.name and "rope" not in other.name:
             base, other = other, base
         return [
-            f"Validation bits per byte: {base}, {other}",
+            f"Validation {unit}: {base}, {other}",
             f"Difference: {other.name} is {_difference(base, other)}",
             f"Tokens to the final value of {base.name}: {other.name} {_reached(base, other)}",
         ]
     if not arms[0].tokens.size:
-        return [f"{arm}: final validation bits per byte" for arm in ready] + waiting
+        return [f"{arm}: final validation {unit}" for arm in ready] + waiting
     base = arms[0]
     return [
-        f"{base}: final validation bits per byte of the first arm, the baseline",
+        f"{base}: final validation {unit} of the first arm, the baseline",
         *(f"{arm}: {_difference(base, arm)}; {_reached(base, arm)}" for arm in ready[1:]),
         *waiting,
     ]
@@ -217,4 +230,5 @@ def batch_check(runs: Sequence[Run]) -> str:
         return f"**WARNING: the batches of the arms are NOT equal: {'; '.join(unequal)}.**"
     if not compared:
         return "Batches: nothing to compare (one arm, or no hashes in the logs)."
-    return "Batches: equal in all arms at every common step (checked by the hashes in the logs)."
+    what = "Batches" if objective_of(runs).causal else "Batches and masks"
+    return f"{what}: equal in all arms at every common step (checked by the hashes in the logs)."

@@ -1,9 +1,9 @@
 """Train one arm: a loop that can be stopped, killed and resumed at any moment.
 
-What a step does depends only on its number, the seeds and the state in the checkpoint: the batch
-and the learning rate are functions of the step, dropout is seeded anew for each step, and random
-features count their own steps. So a resumed run is the uninterrupted one, bit by bit on one CPU
-thread, without any hidden state to save.
+What a step does depends only on its number, the seeds and the state in the checkpoint: the batch,
+its masks and the learning rate are functions of the step, dropout is seeded anew for each step, and
+random features count their own steps. So a resumed run is the uninterrupted one, bit by bit on one
+CPU thread, without any hidden state to save.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import linear_rope
-from linear_rope.model import Config, LanguageModel
+from linear_rope.model import Config
 
 from . import checkpoint, run_folder
 from .batches import BatchHash, WindowSampler, bits_per_byte
@@ -34,23 +33,22 @@ from .corpus import Corpus, load_corpus
 from .errors import UserError
 from .evaluate import split_bits_per_byte
 from .interrupt import Interrupt, Interrupted, Lock
+from .masked import IGNORED
 from .methods import find
 from .metrics import MetricsLog
+from .objectives import objective_named
+from .optimizer import learning_rate, make_optimizer
 from .presets import Settings, model_fields
 from .progress import ProgressBar
 from .record import make_record
+from .tasks import make_model, training_batch
 
 __all__ = [
     "RunResult",
     "accumulate_gradient",
-    "learning_rate",
-    "make_optimizer",
     "make_sampler",
     "train",
 ]
-
-
-_VALIDATION = "validation_bits_per_byte"
 
 
 @dataclass(frozen=True)
@@ -63,36 +61,14 @@ class RunResult:
     config: dict[str, Any]
 
 
-def learning_rate(step: int, settings: Settings) -> float:
-    """Rate of step 1, 2, ...: linear warm-up to the highest rate, then half a cosine.
-
-    The last step has ``final_learning_rate`` times the highest rate.
-    """
-    if step <= settings.warmup:
-        return settings.learning_rate * step / settings.warmup
-    done = (step - settings.warmup) / max(1, settings.steps - settings.warmup)
-    low = settings.final_learning_rate
-    return settings.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * done)))
-
-
-def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with weight decay on matrices only."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    betas = (settings.beta1, settings.beta2)
-    return torch.optim.AdamW(groups, lr=settings.learning_rate, betas=betas)
-
-
 def accumulate_gradient(
     accelerator: Accelerator, model: nn.Module, x: Tensor, y: Tensor, micro_batch_size: int | None
 ) -> Tensor:
-    """Add the gradient of the mean loss over all windows to ``.grad``; return that mean, in nats.
+    """Add the gradient of the mean loss over all targets to ``.grad``; return that mean, in nats.
 
     The windows (B, T) are computed ``micro_batch_size`` at a time; each part counts by its number
     of windows, so a smaller last part is weighted right and the result does not depend on the size.
+    (All windows have equally many targets, with masks too: see `masked_count`.)
     """
     parts = list(zip(*(t.split(micro_batch_size or len(x)) for t in (x, y)), strict=True))
     total = torch.zeros((), device=accelerator.device)
@@ -101,7 +77,9 @@ def accumulate_gradient(
         with nullcontext() if last else accelerator.no_sync(model):
             logits = model(inputs.to(accelerator.device))
             nats = F.cross_entropy(
-                logits.flatten(0, 1).float(), targets.to(accelerator.device).flatten()
+                logits.flatten(0, 1).float(),
+                targets.to(accelerator.device).flatten(),
+                ignore_index=IGNORED,
             )
             loss = nats * (len(inputs) / len(x))
             accelerator.backward(loss)
@@ -138,13 +116,14 @@ class _Run:
 
     def __init__(self, settings: Settings, arm: str, corpus: Corpus, command: str) -> None:
         self.settings = settings
+        self.objective = objective_named(settings.objective)
         self.accelerator = Accelerator(cpu=settings.cpu, mixed_precision=settings.precision)
         self.device = self.accelerator.device
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self.corpus = corpus
         self.sampler = make_sampler(settings, corpus, rank=rank, world=world)
         config = Config(**model_fields(settings, find(arm)))  # type: ignore[arg-type]
-        self.module = LanguageModel(config)
+        self.module = make_model(config, self.objective)
         # Each parameter by its own generator, (seed, name): the same in all arms that share it.
         self.module.initialize(settings.seeds["init"])
         self.record = make_record(
@@ -201,12 +180,9 @@ class _Run:
             group["lr"] = rate
         self.model.train()
         self.optimizer.zero_grad()
-        windows = self.sampler.windows(step)
-        self.hash.update(windows)  # of what is trained on, not of what should have been
-        share = len(windows) // self.sampler.world
-        mine = windows[self.sampler.rank * share : (self.sampler.rank + 1) * share]
-        tokens = torch.from_numpy(mine.astype(np.int64))
-        x, y = tokens[:, :-1], tokens[:, 1:]
+        batch = training_batch(self.sampler, step, self.objective)
+        self.hash.update(batch.hashed)  # of what is trained on, not of what should have been
+        x, y = batch.share(self.sampler.rank, self.sampler.world)
         loss = accumulate_gradient(self.accelerator, self.model, x, y, settings.micro_batch_size)
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), settings.clip or math.inf)
         nats = float(self.accelerator.reduce(loss, "mean"))
@@ -220,8 +196,8 @@ class _Run:
         return {
             "step": str(step),
             "tokens": str(self.tokens),
-            "train_bits_per_byte": repr(bits_per_byte(nats)),
-            "validation_bits_per_byte": "",
+            self.objective.train_column: repr(bits_per_byte(nats)),
+            self.objective.validation_column: "",
             "learning_rate": repr(rate),
             "gradient_norm": repr(float(norm)),
             "seconds": f"{self.seconds:.3f}",
@@ -242,7 +218,7 @@ class _Run:
         return bool(self.accelerator.reduce(flag, "sum") > 0)
 
     def validate(self, interrupt: Interrupt, report: Callable[[float], None]) -> str:
-        """Bits per byte on the validation split as a field of the log; empty if interrupted.
+        """Validation loss in the objective's unit as a field of the log; empty if interrupted.
 
         ``report`` is told the share that is done.
         """
@@ -252,6 +228,7 @@ class _Run:
             self.settings.length,
             # As many windows at once as fit in training; there is no gradient to store.
             self.settings.micro_batch_size or self.settings.batch_size,
+            objective=self.objective,
             limit=self.settings.validation_bytes,
             device=self.device,
             stop=lambda: bool(interrupt) and self.accelerator.num_processes == 1,
@@ -292,7 +269,8 @@ def train(
             run_folder.make_writable(out)
         with Lock(out) if main else nullcontext():
             _begin_or_resume(run, out, resume=resume, overwrite=overwrite)
-            with MetricsLog(out / "metrics.csv", run.step) if main else nullcontext() as log:
+            path = out / "metrics.csv"
+            with MetricsLog(path, run.step, run.objective) if main else nullcontext() as log:
                 _loop(run, out, log, interrupt)
     return RunResult(out, run.step, run.hash.digest, run.record)
 
@@ -333,7 +311,8 @@ def _begin_or_resume(run: _Run, out: Path, *, resume: bool, overwrite: bool) -> 
 
 def _loop(run: _Run, out: Path, log: MetricsLog | None, interrupt: Interrupt) -> None:
     """Train to the last step, logging, evaluating and saving on the way."""
-    settings, saved = run.settings, run.step
+    settings, objective, saved = run.settings, run.objective, run.step
+    validation = objective.validation_column
 
     def validate() -> str:
         value = run.validate(interrupt, bar.validating)
@@ -351,26 +330,32 @@ def _loop(run: _Run, out: Path, log: MetricsLog | None, interrupt: Interrupt) ->
         saved = run.step
 
     bar = ProgressBar(
-        run.record["arm"], run.step, settings.steps, run.tokens, run.seconds, log is not None
+        run.record["arm"],
+        run.step,
+        settings.steps,
+        run.tokens,
+        run.seconds,
+        log is not None,
+        objective,
     )
     with bar:
         # An evaluation that a signal had cut off comes first, so that the log has no hole.
-        pending = log is not None and log.last is not None and not log.last[_VALIDATION]
+        pending = log is not None and log.last is not None and not log.last[validation]
         if log is not None and pending and evaluation_due(run.step):
-            log.amend_last(_VALIDATION, validate())
+            log.amend_last(validation, validate())
         while run.step < settings.steps and not run.agree(interrupt):
             row = run.train_step()
-            nats, norm = float(row["train_bits_per_byte"]), float(row["gradient_norm"])
-            healthy = run.healthy(nats, norm)
+            loss, norm = float(row[objective.train_column]), float(row["gradient_norm"])
+            healthy = run.healthy(loss, norm)
             if healthy and evaluation_due(run.step):
-                row[_VALIDATION] = validate()
+                row[validation] = validate()
             if log is not None:
                 log.append(row)
             if not healthy:
-                what = "loss" if not math.isfinite(nats) else "gradient"
+                what = "loss" if not math.isfinite(loss) else "gradient"
                 kept = f"the checkpoint of step {saved} is kept" if saved else "no checkpoint yet"
                 raise UserError(
-                    f"the {what} of step {run.step} is not finite (loss {nats:g} bits per byte, "
+                    f"the {what} of step {run.step} is not finite (loss {loss:g} {objective.unit}, "
                     f"gradient norm {norm:g}), so training stopped before using it; {kept} in "
                     f"{out}; a lower --learning-rate or a smaller --clip may help"
                 )

@@ -11,7 +11,7 @@ if importlib.util.find_spec("numpy") is None:
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 from linear_rope.attention import RotaryLinearAttention, SoftmaxAttention
-from linear_rope.causal import BACKENDS, causal_product
+from linear_rope.causal import BACKENDS, backends, build_native, causal_product
 from linear_rope.cosformer import CosFormer
 from linear_rope.feature_maps import (
     FEATURE_MAPS,
@@ -21,11 +21,13 @@ from linear_rope.feature_maps import (
     make_feature_map,
 )
 from linear_rope.functional import linear_attention
+from linear_rope.losses import linear_cross_entropy
 from linear_rope.model import Block, Config, Encoder, LanguageModel
 from linear_rope.rotary import Rotary, rotate
 from linear_rope.rotary_variants import AxialRotary, LearnedRotary, grid_positions, make_rotary
 from linear_rope.scaling import SCALINGS, make_scaling
 from linear_rope.states import AttentionState, KeyValueCache, ModelState
+from linear_rope.streaming import attend_in_pieces
 from linear_rope.xpos import XPos
 
 __version__ = "0.1.0"
@@ -52,9 +54,13 @@ __all__ = [
     "XPos",
     "__version__",
     "advance_random_features",
+    "attend_in_pieces",
+    "backends",
+    "build_native",
     "causal_product",
     "grid_positions",
     "linear_attention",
+    "linear_cross_entropy",
     "make_feature_map",
     "make_rotary",
     "make_scaling",

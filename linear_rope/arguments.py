@@ -1,31 +1,76 @@
-"""What `linear_attention` refuses: one sentence that names the argument, its value, the remedy."""
+"""What is refused: one sentence that names the argument, its value, the remedy."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from linear_rope.causal import BACKENDS
+from linear_rope.cosformer import CosFormer
+from linear_rope.feature_maps import Expand
 from linear_rope.rotary import can_read
 from linear_rope.states import AttentionState
 
-__all__ = ["DENOMINATORS", "ROTATE", "check_arguments", "check_key_mask", "check_state"]
+__all__ = [
+    "DECAYS",
+    "DENOMINATORS",
+    "ROTATE",
+    "check_arguments",
+    "check_choices",
+    "check_cosformer",
+    "check_expansion",
+    "check_key_mask",
+    "check_state",
+]
 
 ROTATE = ("after", "before", "none")
 DENOMINATORS = ("unrotated", "rotated", "none")
+DECAYS = ("none", "learned")
 
 
-def check_key_mask(key_mask: Tensor | None, want: tuple[int, int], device: torch.device) -> None:
+def check_choices(**choices: tuple[Any, Iterable[str]]) -> None:
+    """Refuses a name that is not known: NAME=(value, known values)."""
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ValueError(f"{name}={value!r} is unknown; choose one of: {', '.join(known)}")
+
+
+def check_key_mask(
+    mask: Tensor | None, want: tuple[int, int], device: torch.device, name: str = "key_mask"
+) -> None:
     """Refuses a mask that is not bool of shape `want`: others would broadcast, or add to scores."""
-    if key_mask is None:
+    if mask is None:
         return
-    if key_mask.dtype != torch.bool or key_mask.shape != want:
+    if mask.dtype != torch.bool or mask.shape != want:
         raise ValueError(
-            f"key_mask must be bool of shape (batch, key time) = {want}, True at real keys, "
-            f"got {key_mask.dtype} of shape {tuple(key_mask.shape)}"
+            f"{name} must be bool of shape (batch, time) = {want}, True at real tokens, "
+            f"got {mask.dtype} of shape {tuple(mask.shape)}"
         )
-    if key_mask.device != device:
-        raise ValueError(f"key_mask is on {key_mask.device} but the input is on {device}")
+    if mask.device != device:
+        raise ValueError(f"{name} is on {mask.device} but the input is on {device}")
+
+
+def check_expansion(feature_map: Any, rotary: Any, rotate: str) -> None:
+    """Refuses a rotation that mixes the features of an expanded map."""
+    half = getattr(rotary, "pairing", "") == "half"
+    if half and rotate == "after" and isinstance(feature_map, Expand):
+        raise ValueError(
+            "pairing='half' would turn the features of an expanded map against each other, so that "
+            "weights exceed the unrotated ones; use pairing='interleaved'"
+        )
+
+
+def check_cosformer(feature_map: Any, rotary: Any, rotate: str) -> None:
+    """Refuses cosFormer's rotation where its weights could be negative."""
+    fits = isinstance(feature_map, Expand) and rotate == "after"
+    if isinstance(rotary, CosFormer) and not fits:
+        raise ValueError(
+            "cosformer turns expanded features after the map: use feature_map='relu-expand' or "
+            f"'elu+1-expand' and rotate='after', got {type(feature_map).__name__} and {rotate!r}"
+        )
 
 
 def check_arguments(
@@ -42,13 +87,11 @@ def check_arguments(
     backend: str,
 ) -> None:
     """Names, shapes, dtypes and devices; arguments as in `linear_attention`."""
-    for name, value, known in (
-        ("rotate", rotate, ROTATE),
-        ("denominator", denominator, DENOMINATORS),
-        ("backend", backend, ("auto", *BACKENDS)),
-    ):
-        if value not in known:
-            raise ValueError(f"{name}={value!r} is unknown; choose one of: {', '.join(known)}")
+    check_choices(
+        rotate=(rotate, ROTATE),
+        denominator=(denominator, DENOMINATORS),
+        backend=(backend, ("auto", *BACKENDS)),
+    )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(

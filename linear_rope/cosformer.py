@@ -10,7 +10,8 @@ rotation of the pairs (f, 0) by m pi / (2 L), so `linear_attention` does it as i
                      denominator="rotated")
 
 The paper divides by the sum of the re-weighted terms, which is denominator="rotated" here; since
-all of them are >= 0 and the newest has cosine 1, it stays positive.
+all of them are >= 0 and the newest has cosine 1, it stays positive. In a model it is
+`Config(position="cosformer", max_length=..., feature_map="relu-expand", denominator="rotated")`.
 """
 
 from __future__ import annotations
@@ -53,8 +54,10 @@ class CosFormer:
                 f"cosformer width={self.width} must be an even number of at least 2; double the "
                 'features, as feature_map="relu-expand" does'
             )
-        if self.max_length < 1:
-            raise ValueError(f"max_length={self.max_length} must be at least 1 position")
+        if not isinstance(self.max_length, int) or self.max_length < 1:
+            raise ValueError(
+                f"max_length={self.max_length!r} must be an integer of at least 1 position"
+            )
 
     def tables(
         self, positions: Tensor, dtype: torch.dtype = torch.float32

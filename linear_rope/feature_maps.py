@@ -31,6 +31,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from linear_rope.elementwise import elu_plus_one, relu
 from linear_rope.feature_base import FeatureMap, full_precision, log_floor
 from linear_rope.random_features import (
     RandomFeatures,
@@ -75,8 +76,7 @@ class EluPlusOne(FeatureMap):
         super().__init__(head_dim, head_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = full_precision(x)
-        return x.clamp(log_floor(x.dtype), 0.0).exp() + x.relu()
+        return elu_plus_one(full_precision(x))
 
 
 class Relu(FeatureMap):
@@ -90,7 +90,10 @@ class Relu(FeatureMap):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return full_precision(x).relu() + self.eps
+        return relu(full_precision(x), self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, eps={self.eps:g}"
 
 
 class Exp(FeatureMap):
@@ -127,13 +130,15 @@ class Hedgehog(FeatureMap):
         heads: None has one W for all heads, `weight` (D, D), and takes any (..., D). A number has
             one W a head as in the paper, `weight` (heads, D, D), and takes (..., head, time, D);
             with grouped-query attention give the number of key heads: the query heads that share
-            a key head share its W.
+            a key head share its W. (`RotaryLinearAttention(feature_map="hedgehog")` does.)
 
     Raises:
         ValueError: heads below 1, or an input whose heads are no multiple of them.
 
     Source: Zhang et al. 2024 (Hedgehog, arXiv 2402.04347), without the bias.
     """
+
+    per_head = True  # a layer that makes this map by its name gives it its number of key heads
 
     def __init__(self, head_dim: int, *, heads: int | None = None) -> None:
         super().__init__(head_dim, 2 * head_dim)
@@ -234,7 +239,7 @@ class Dpfp(FeatureMap):
         return shifted_products(torch.cat([x.relu(), (-x).relu()], dim=-1), self.nu) + self.eps
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, nu={self.nu}"
+        return f"{super().extra_repr()}, nu={self.nu}, eps={self.eps:g}"
 
 
 def shifted_products(x: Tensor, shifts: int) -> Tensor:

@@ -12,7 +12,6 @@ output shrinks as the position grows (`output_norm` undoes that).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,30 +20,41 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linear_rope.arguments import DENOMINATORS, ROTATE, check_arguments, check_state
-from linear_rope.causal import causal_product
-from linear_rope.feature_base import FeatureMap, peak_floor
-from linear_rope.feature_maps import make_feature_map
+from linear_rope.arguments import (
+    DENOMINATORS,
+    ROTATE,
+    check_arguments,
+    check_expansion,
+    check_state,
+)
+from linear_rope.causal import (
+    FORGET,
+    FUSED,
+    causal_product,
+    check_chunk_size,
+    choose_backend,
+    work_dtype,
+)
+from linear_rope.causal.division import FLOAT16_MAX, divisor
+from linear_rope.cosformer import CosFormer
+from linear_rope.decoding import decode_step, is_plain_step
+from linear_rope.documents import product_by_document
+from linear_rope.feature_maps import EluPlusOne, FeatureMap, Relu, make_feature_map
 from linear_rope.rotary import (
+    Rotary,
     Rotation,
     boundaries,
     check_rotation,
     next_position,
     resolve_positions,
 )
-from linear_rope.segments import resolve_segments, segment_max, segmented_cummax
+from linear_rope.rotary_variants import AxialRotary, LearnedRotary
+from linear_rope.segments import resolve_segments
+from linear_rope.stabilizer import Map, both_features
 from linear_rope.states import AttentionState
 from linear_rope.xpos import XPos, fade_clock, fading_product
 
 __all__ = ["DENOMINATORS", "ROTATE", "linear_attention"]
-
-# A rotated denominator may pass through 0; its magnitude is kept at least here.
-ROTATED_FLOOR = 1e-6
-
-FLOAT16_MAX = torch.finfo(torch.float16).max
-
-
-Map = FeatureMap | Callable[[Tensor], Tensor]
 
 
 def linear_attention(
@@ -117,6 +127,27 @@ def linear_attention(
         ValueError: arguments that do not fit; the message names the argument, value and remedy.
     """
     phi = _feature_map(feature_map, q)
+    check_chunk_size(chunk_size)
+    if (
+        state is not None
+        and causal
+        and q.ndim == 4
+        and q.shape[2] == 1
+        and backend in ("auto", "recurrent")
+        and rotate in ROTATE
+        and denominator in DENOMINATORS
+        and key_mask is key_positions is segment_ids is cu_seqlens is None
+    ):
+        turn = None if rotate == "none" else rotary
+        if is_plain_step(q, k, v, phi, turn, rotate, state, log_decay, positions):
+            assert isinstance(phi, FeatureMap) and not isinstance(positions, int)
+            assert turn is None or isinstance(turn, Rotary)
+            out, stepped = decode_step(
+                q, k, v, phi, turn, state, rotate, denominator, log_decay, positions
+            )  # fmt: skip
+            if output_norm:
+                out = F.rms_norm(out, out.shape[-1:], eps=1e-6)
+            return (out, stepped) if return_state else out
     check_arguments(
         q, k, v, rotate, denominator, causal, key_mask, log_decay, state, return_state, backend
     )
@@ -128,7 +159,7 @@ def linear_attention(
     out_dtype = q.dtype
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, device = q.shape[0], q.device
-    documents = resolve_segments(batch, k.shape[2], segment_ids, cu_seqlens, device)
+    documents = resolve_segments(batch, k.shape[2], segment_ids, cu_seqlens, device, key_mask)
     if documents is not None and (q.shape[2] != k.shape[2] or key_positions is not None):
         raise ValueError("segment_ids and cu_seqlens need self-attention: as many queries as keys")
     fresh = None if documents is None else boundaries(documents)
@@ -143,10 +174,10 @@ def linear_attention(
         packed=documents is not None,
         one_clock=one_clock,
     )
+    check_expansion(phi, rotary, rotate)
     axes = getattr(rotary, "axes", 1)
     # Shapes on the meta device know no autocast of their own.
     with torch.autocast("cpu" if device.type == "meta" else device.type, enabled=False):
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         start = None if state is None else state.position
         mask_q = key_mask if one_clock else None
         at_q = resolve_positions(
@@ -165,57 +196,37 @@ def linear_attention(
                 k.shape[2], key_positions, key_mask=key_mask, batch=batch, device=device, axes=axes
             )
 
-        # 1. Features, rotated before or after.
         if rotary is not None and rotate == "before":
-            q, k = rotary(q, at_q), rotary(k, at_k)
-        top = None if state is None else state.stabilizer
-        phi_q, phi_k, scale, log_decay, top = _features(
-            phi, q, k, causal, key_mask, log_decay, fresh, denominator, top
-        )
-        turned_q, turned_k = phi_q, phi_k
-        if rotary is not None and rotate == "after":
-            _check_width(rotary, phi_q)
-            turned_q, turned_k = rotary(phi_q, at_q), rotary(phi_k, at_k)
-        if key_mask is not None:
-            v = v.masked_fill(~key_mask[:, None, :, None], 0.0)
-
-        # 2. Numerator and denominator: the same primitive.
-        past_S, past_z = (None, None) if state is None else (state.S, state.z.unsqueeze(-1))
-        form: Callable[..., tuple[Tensor, Tensor]] = causal_product if causal else _full_product
+            q, k = rotary(q.to(dtype), at_q), rotary(k.to(dtype), at_k)
+            rotary, v = None, v.to(dtype)
         after = None
         if return_state or isinstance(rotary, XPos):
             after = next_position(
                 at_k, batch=batch, start=start, key_mask=key_mask, documents=documents
             )
-        if isinstance(rotary, XPos) and after is not None:
-            clock = fade_clock(
-                at_k, batch=batch, start=start, after=after, key_mask=key_mask, fresh=fresh
-            )
-            form = partial(fading_product, rotary, clock)
-        product = partial(
-            form,
-            log_decay=log_decay,
-            fresh=fresh,
-            backend=backend,
-            chunk_size=chunk_size,
-        )
-        if denominator == "none":
-            num, S = _grouped(product, turned_q, turned_k, v, past_S)
-            out, z = num * scale, torch.zeros_like(S[..., 0])
+        shared: dict[str, Any] = {
+            "denominator": denominator,
+            "key_mask": key_mask,
+            "log_decay": log_decay,
+            "fresh": fresh,
+            "state": state,
+            "backend": choose_backend(backend, q) if causal else backend,
+            "chunk_size": chunk_size,
+        }
+        tables = None
+        if causal and shared["backend"] in FUSED:
+            tables = _tables(rotary, at_q, dtype)
+        if tables is not None:
+            out, S, z, top = _fused(phi, q, k, v, rotary, tables, output_norm, **shared)
         else:
-            ones = torch.ones_like(v[..., :1])
-            if denominator == "rotated" or turned_k is phi_k:
-                # Same features above and below: a column of ones in v is the denominator.
-                past = None if state is None else torch.cat([state.S, state.z[..., None]], dim=-1)
-                both, S = _grouped(product, turned_q, turned_k, torch.cat([v, ones], dim=-1), past)
-                num, den = both[..., :-1], both[..., -1:]
-                S, z = S[..., :-1], S[..., -1]
-            else:
-                num, S = _grouped(product, turned_q, turned_k, v, past_S)
-                den, z = _grouped(product, phi_q, phi_k, ones, past_z)
-                z = z.squeeze(-1)
-            # 3. Divide, once.
-            out = num / _divisor(den, denominator == "rotated" and turned_k is not phi_k)
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+            form: Callable[..., tuple[Tensor, Tensor]] = causal_product if causal else _full_product
+            if isinstance(rotary, XPos) and after is not None:
+                clock = fade_clock(
+                    at_k, batch=batch, start=start, after=after, key_mask=key_mask, fresh=fresh
+                )
+                form = partial(fading_product, rotary, clock)
+            out, S, z, top = _composed(phi, q, k, v, rotary, at_q, at_k, form, causal, **shared)
         if output_norm:
             out = F.rms_norm(out, out.shape[-1:], eps=1e-6)
         if out_dtype == torch.float16:
@@ -226,6 +237,142 @@ def linear_attention(
         return out
     assert after is not None
     return out, AttentionState(S, z, top, after)
+
+
+def _composed(
+    phi: Map,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: Rotation | None,
+    at_q: Tensor,
+    at_k: Tensor,
+    form: Callable[..., tuple[Tensor, Tensor]],
+    causal: bool,
+    *,
+    denominator: str,
+    key_mask: Tensor | None,
+    log_decay: Tensor | None,
+    fresh: Tensor | None,
+    state: AttentionState | None,
+    backend: str,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The equation step by step: output, S, z, stabilizer. `form` is the product it is made of."""
+    # 1. Features, rotated.
+    top = None if state is None else state.stabilizer
+    phi_q, phi_k, scale, log_decay, top = both_features(
+        phi, q, k, causal, key_mask, log_decay, fresh, denominator, top
+    )
+    turned_q, turned_k = phi_q, phi_k
+    if rotary is not None:
+        _check_width(rotary, phi_q)
+        turned_q, turned_k = rotary(phi_q, at_q), rotary(phi_k, at_k)
+    if key_mask is not None:
+        v = v.masked_fill(~key_mask[:, None, :, None], 0.0)
+
+    # 2. Numerator and denominator: the same primitive.
+    product = partial(
+        form, log_decay=log_decay, fresh=fresh, backend=backend, chunk_size=chunk_size
+    )
+    past_S, past_z = (None, None) if state is None else (state.S, state.z.unsqueeze(-1))
+    if denominator == "none":
+        num, S = _grouped(product, turned_q, turned_k, v, past_S)
+        return num * scale, S, torch.zeros_like(S[..., 0]), top
+    ones = torch.ones_like(v[..., :1])
+    if denominator == "rotated" or turned_k is phi_k:
+        # Same features above and below: a column of ones in v is the denominator.
+        past = None if state is None else torch.cat([state.S, state.z[..., None]], dim=-1)
+        both, S = _grouped(product, turned_q, turned_k, torch.cat([v, ones], dim=-1), past)
+        num, den = both[..., :-1], both[..., -1:]
+        S, z = S[..., :-1], S[..., -1]
+    else:
+        num, S = _grouped(product, turned_q, turned_k, v, past_S)
+        den, z = _grouped(product, phi_q, phi_k, ones, past_z)
+        z = z.squeeze(-1)
+
+    # 3. Divide, once.
+    out = num / divisor(den, denominator == "rotated" and turned_k is not phi_k)
+    return out, S, z, top
+
+
+# Rotations that are nothing but a table of angles (a class of one's own may do more).
+TABLED = (Rotary, AxialRotary, CosFormer, LearnedRotary)
+
+NOTHING = (None, None)
+
+
+def _tables(
+    rotary: Rotation | None, at: Tensor, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None] | None:
+    """cos and sin for a fused form; None if it cannot serve: it trains and fades nothing."""
+    if rotary is None:
+        return NOTHING
+    if type(rotary) not in TABLED:
+        return None
+    cos, sin = rotary.tables(at, dtype)  # type: ignore[attr-defined]
+    return None if cos.requires_grad else (cos, sin)
+
+
+def _fused(
+    phi: Map,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: Rotation | None,
+    tables: tuple[Tensor | None, Tensor | None],
+    wide: bool,
+    *,
+    denominator: str,
+    key_mask: Tensor | None,
+    log_decay: Tensor | None,
+    fresh: Tensor | None,
+    state: AttentionState | None,
+    backend: str,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same as `_composed`, by a form that never holds the features of a whole sequence."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if state is not None and state.S.dtype != dtype:  # a state may be wider
+        dtype = torch.promote_types(dtype, state.S.dtype)
+    named, eps = "none", 0.0
+    scale: Tensor | float = 1.0
+    top = None if state is None else state.stabilizer
+    if type(phi) in (EluPlusOne, Relu) and key_mask is None:
+        named, eps = ("relu", phi.eps) if isinstance(phi, Relu) else ("elu+1", 0.0)
+        top = torch.zeros(k.shape[:2], dtype=dtype, device=k.device) if top is None else top.clone()
+    else:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k, scale, log_decay, top = both_features(
+            phi, q, k, True, key_mask, log_decay, fresh, denominator, top
+        )
+        if key_mask is not None:
+            v = v.masked_fill(~key_mask[:, None, :, None], 0.0)
+    if rotary is not None:
+        _check_width(rotary, q)
+    if work_dtype(q.dtype) != dtype:
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    cos, sin = (None if x is None else x.to(dtype) for x in tables)
+    out, S, z = FUSED[backend](
+        q,
+        k,
+        v,
+        cos=cos,
+        sin=sin,
+        g=None if log_decay is None else log_decay.to(dtype).clamp(min=FORGET),
+        fresh=fresh,
+        S0=None if state is None else state.S.to(dtype),
+        z0=None if state is None else state.z.to(dtype),
+        phi=named,
+        eps=eps,
+        pairing=getattr(rotary, "pairing", "interleaved"),
+        denominator=denominator,
+        wide=wide,
+        chunk=chunk_size or 0,
+    )
+    if denominator == "none" and isinstance(scale, Tensor):
+        out = out * scale
+    return out, S, z, top
 
 
 def _feature_map(feature_map: str | Map, q: Tensor) -> Map:
@@ -243,92 +390,6 @@ def _feature_map(feature_map: str | Map, q: Tensor) -> Map:
             f"but q has width {q.shape[-1]}"
         )
     return feature_map
-
-
-def _features(
-    phi: Map,
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    key_mask: Tensor | None,
-    log_decay: Tensor | None,
-    fresh: Tensor | None,
-    denominator: str,
-    top: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor | float, Tensor | None, Tensor]:
-    """phi(q), phi(k), the factor that undoes their scaling, the log decay, the new stabilizer.
-
-    Exponential features need a maximum subtracted. One over all keys would let later tokens move
-    earlier outputs; one a key would reweight the keys. A running maximum c_t does neither: keys
-    enter as exp(log phi(k_t) - c_t), and what is already in the sums is scaled by exp(c_{t-1} -
-    c_t), a decay that numerator and denominator share. Under a log decay the maximum sinks with
-    what it stands for: c_t = max(c_{t-1} + g_t, log phi(k_t)), or a loud key would press on the
-    later ones when it is long forgotten. A maximum a query cancels in the ratio.
-    All of them cancel exactly, so no gradient needs to flow through them.
-    """
-    hidden = None if key_mask is None else ~key_mask[:, None, :]  # (batch, 1, key time)
-    if log_decay is not None:
-        log_decay = log_decay.to(q.dtype)
-        if hidden is not None:
-            log_decay = log_decay.masked_fill(hidden, 0.0)  # a pad is no step in time
-    scale: Tensor | float = 1.0
-    if not getattr(phi, "log_space", False):
-        phi_q, phi_k = phi(q), phi(k)
-        # A new state shares no memory with the old one.
-        top = phi_k.new_zeros(k.shape[:2]) if top is None else top.clone()
-    else:
-        log_q, log_k = phi.log_features(q), phi.log_features(k)  # type: ignore[union-attr]
-        floor = peak_floor(log_q.dtype)
-        if top is None:
-            top = log_k.new_full(k.shape[:2], -torch.inf)
-        peaks = log_k.detach().amax(-1)  # (batch, head, key time)
-        if hidden is not None:
-            peaks = peaks.masked_fill(hidden, -torch.inf)
-        start_of = None if fresh is None else fresh[:, None, :]
-        if causal:
-            peaks = torch.cat([top.unsqueeze(-1), peaks], dim=-1)
-            running = _running_maximum(peaks, log_decay, start_of)
-            top = running[..., -1]
-        elif start_of is None:
-            running = torch.cat([top.unsqueeze(-1), peaks], dim=-1).amax(-1, keepdim=True)
-        else:
-            running = segment_max(peaks, start_of)
-        # Before the first real key there is nothing to scale: any finite number will do.
-        finite = running.masked_fill(running == -torch.inf, 0.0)
-        if causal:
-            step = finite[..., :-1] - finite[..., 1:]
-            step = step.masked_fill(running[..., :-1] == -torch.inf, 0.0)
-            # Rounding may lift it above 0 by a hair; a clamp there would cut the decay's gradient.
-            log_decay = step if log_decay is None else log_decay + step
-            finite = finite[..., 1:]
-        query_peak = log_q.detach().amax(-1, keepdim=True)
-        phi_q = (log_q - query_peak).clamp(min=floor).exp()
-        below = log_k - finite.unsqueeze(-1)
-        if hidden is not None:
-            below = below.masked_fill(hidden.unsqueeze(-1), floor)  # a pad may lie above
-        phi_k = below.clamp(min=floor).exp()
-        if denominator == "none":
-            groups = q.shape[1] // k.shape[1]
-            top_log = math.log(torch.finfo(log_q.dtype).max) - 1.0  # inf * 0 would be NaN
-            scale = query_peak + finite.unsqueeze(-1).repeat_interleave(groups, 1)
-            scale = scale.clamp(max=top_log).exp()
-    if hidden is not None:
-        phi_k = phi_k.masked_fill(hidden.unsqueeze(-1), 0.0)
-    return phi_q, phi_k, scale, log_decay, top
-
-
-def _running_maximum(peaks: Tensor, log_decay: Tensor | None, fresh: Tensor | None) -> Tensor:
-    """c_t = max(c_{t-1} + g_t, peak_t); `peaks` has c_{-1}, of the state, in front."""
-    level: Tensor | float = 0.0
-    if log_decay is not None:
-        wide = log_decay if log_decay.device.type == "mps" else log_decay.double()
-        level = F.pad(wide.detach().clamp(min=-1e6).cumsum(-1), (1, 0))
-    above = peaks - level  # subtract what has decayed, and the maximum only rises
-    if fresh is None:
-        risen = above.cummax(-1).values
-    else:  # a document's features depend on that document alone
-        risen = segmented_cummax(above, F.pad(fresh, (1, 0)))
-    return (risen + level).to(peaks.dtype)
 
 
 def _grouped(
@@ -362,24 +423,17 @@ def _full_product(
     if fresh is None:
         S = k.mT @ v
         return q @ S, S
+    if backend not in ("reference", "recurrent"):  # those are differentiable twice
+        done = product_by_document(q, k, v, fresh)
+        if done is not None:
+            return done
     # What a token sees is what is before it and what is behind it, and itself once.
     one_way = partial(causal_product, backend=backend, chunk_size=chunk_size)
     before, S = one_way(q, k, v, fresh=fresh)
     # Backward in time a document begins where forward the next one does, one token earlier.
-    fresh = F.pad(fresh[:, 1:], (0, 1)).flip(1)
+    fresh = fresh.roll(-1, 1).flip(1)  # (a row's first token never begins one)
     behind, _ = one_way(q.flip(2), k.flip(2), v.flip(2), fresh=fresh)
     return before + behind.flip(2) - (q * k).sum(-1, keepdim=True) * v, S
-
-
-def _divisor(den: Tensor, signed: bool) -> Tensor:
-    """den, but so that x / den is 0 where there is nothing to divide by (no key, no feature).
-
-    It is divided by, not multiplied by the inverse: the gradient of an inverse squares it, and the
-    square of a small denominator's inverse overflows.
-    """
-    if signed:
-        return torch.where(den < 0, den.clamp(max=-ROTATED_FLOOR), den.clamp(min=ROTATED_FLOOR))
-    return den.masked_fill(den == 0, torch.inf)
 
 
 def _check_width(rotary: Rotation, features: Tensor) -> None:

@@ -2,143 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linear_rope.arguments import DENOMINATORS, ROTATE, check_key_mask
-from linear_rope.attention import DECAYS, GATE_BIAS, RotaryLinearAttention, SoftmaxAttention
-from linear_rope.causal import BACKENDS
-from linear_rope.feature_maps import FEATURE_MAPS, Hedgehog, RandomFeatures
-from linear_rope.rotary import PAIRINGS, can_read, has_values, resolve_positions
-from linear_rope.rotary_variants import LearnedRotary, make_rotary
+from linear_rope.arguments import check_key_mask
+from linear_rope.attention import RotaryLinearAttention, SoftmaxAttention
+from linear_rope.config import Config
+from linear_rope.initialization import EMBEDDING_STD, initialize
+from linear_rope.losses import linear_cross_entropy
+from linear_rope.rotary import can_read, has_values, resolve_positions
 from linear_rope.sampling import check_sampling, pick
-from linear_rope.segments import resolve_segments
+from linear_rope.segments import resolve_segments, unpack
 from linear_rope.states import ModelState
 
 __all__ = ["Block", "Config", "Encoder", "LanguageModel"]
-
-ATTENTION = ("linear", "softmax")
-POSITIONS = ("none", "sinusoidal", "learned", "rotary")
-EMBEDDING_STD = 0.02
-
-
-@dataclass(frozen=True)
-class Config:
-    """Sizes and choices of a model; checked when it is made.
-
-    Args:
-        vocab_size, dim, layers, heads: sizes; `heads` divides `dim`.
-        attention: "linear" (`RotaryLinearAttention`) or "softmax" (`SoftmaxAttention`).
-        kv_heads, feature_map, features, redraw_interval, rotate, denominator, output_norm,
-            qk_norm, decay, rotary_base, rotary_fraction, rotary_scaling, pairing, backend,
-            chunk_size: see `RotaryLinearAttention`; rotary_scaling is a text or None here, so that
-            a config can be saved.
-        position: "rotary" (inside attention, as `rotate` says), "sinusoidal" or "learned" (added to
-            the embeddings), or "none".
-        max_length: rows of the table of position="learned"; nothing else has a longest length.
-        mlp_ratio: hidden width of the feed-forward layer over `dim`.
-        dropout: on embeddings, attention output and feed-forward output.
-        bias: in the linear layers. tie_embeddings: the output layer is the embedding.
-    """
-
-    vocab_size: int = 256
-    dim: int = 128
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int | None = None
-    attention: str = "linear"
-    feature_map: str = "elu+1"
-    features: int | None = None
-    redraw_interval: int | None = None
-    position: str = "rotary"
-    rotate: str = "after"
-    denominator: str = "unrotated"
-    output_norm: bool = False
-    qk_norm: bool = False
-    decay: str = "none"
-    rotary_base: float = 10000.0
-    rotary_fraction: float = 1.0
-    rotary_scaling: str | None = None
-    pairing: str = "interleaved"
-    max_length: int | None = None
-    mlp_ratio: float = 4.0
-    dropout: float = 0.0
-    bias: bool = False
-    tie_embeddings: bool = True
-    backend: str = "auto"
-    chunk_size: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "layers", "heads", "max_length"):
-            value = getattr(self, name)
-            if name == "max_length" and value is None:
-                continue
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
-        known: tuple[tuple[str, Iterable[str]], ...] = (
-            ("attention", ATTENTION),
-            ("feature_map", FEATURE_MAPS),
-            ("position", POSITIONS),
-            ("rotate", ROTATE),
-            ("denominator", DENOMINATORS),
-            ("decay", DECAYS),
-            ("pairing", PAIRINGS),
-            ("backend", ("auto", *BACKENDS)),
-        )
-        for name, names in known:
-            if getattr(self, name) not in names:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is unknown; choose one of: {', '.join(names)}"
-                )
-        if self.dim % self.heads:
-            raise ValueError(f"heads={self.heads} does not divide dim={self.dim}; choose a divisor")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
-        if int(self.dim * self.mlp_ratio) < 1:
-            raise ValueError(
-                f"mlp_ratio={self.mlp_ratio} must leave the feed-forward layer at least one unit"
-            )
-        if self.attention == "softmax" and self.decay != "none":
-            raise ValueError(
-                f"decay={self.decay!r} needs attention='linear'; softmax attention has no state"
-            )
-        given = [n for n in ("features", "redraw_interval") if getattr(self, n) is not None]
-        if given and (self.attention == "softmax" or not self.feature_map.startswith("favor")):
-            raise ValueError(
-                f"{' and '.join(given)} only fit a random feature map (favor+, favor+relu), got "
-                f"attention={self.attention!r} and feature_map={self.feature_map!r}; omit them"
-            )
-        if self.rotary_scaling is not None:
-            if self.position != "rotary":
-                raise ValueError(
-                    f"rotary_scaling={self.rotary_scaling!r} needs position='rotary', got "
-                    f"{self.position!r}; omit it"
-                )
-            if not isinstance(self.rotary_scaling, str):
-                raise ValueError(
-                    f"rotary_scaling={self.rotary_scaling!r} must be a text in a config, such as "
-                    "'yarn:factor=4,original_length=2048'"
-                )
-            make_rotary(4, self.rotary_base, scaling=self.rotary_scaling)  # refuses what it must
-        if self.position == "learned" and self.max_length is None:
-            raise ValueError(
-                "position='learned' needs max_length, the number of positions in its table"
-            )
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Config:
-        """The config saved as a dict; unknown keys are refused by name."""
-        unknown = sorted(set(values) - {field.name for field in fields(cls)})
-        if unknown:
-            raise ValueError(f"unknown config keys: {', '.join(unknown)}")
-        return cls(**values)
 
 
 class Block(nn.Module):
@@ -147,12 +29,12 @@ class Block(nn.Module):
     def __init__(self, config: Config, *, causal: bool = True) -> None:
         super().__init__()
         c = config
-        rotate = c.rotate if c.position == "rotary" else "none"
+        rotate = c.rotate if c.position in ("rotary", "cosformer") else "none"
         shared: dict[str, Any] = {
             "rotate": rotate,
             "rotary_base": c.rotary_base,
             "rotary_fraction": c.rotary_fraction,
-            "rotary_scaling": c.rotary_scaling,
+            "rotary_scaling": c.rotation,
             "pairing": c.pairing,
             "kv_heads": c.kv_heads,
             "qk_norm": c.qk_norm,
@@ -233,40 +115,15 @@ class _Stack(nn.Module):
         have: what a comparison of methods needs. Linear layers: normal with standard deviation
         1/sqrt(fan in), the two that write into the residual stream divided by sqrt(2 layers)
         (GPT-2); embeddings 0.02; biases 0 but for the decay gate's (3); norms 1; random features
-        from (seed, name) too; learned frequencies as fixed ones.
+        from (seed, name) too; learned frequencies as fixed ones; learned feature maps the identity.
         """
-        depth = math.sqrt(2 * self.config.layers)
-        with torch.no_grad():
-            for name, module in self.named_modules():
-                if isinstance(module, RandomFeatures):
-                    module.reset(_seed(seed, name))
-                elif isinstance(module, nn.LayerNorm | nn.RMSNorm | LearnedRotary | Hedgehog):
-                    module.reset_parameters()
-                elif isinstance(module, nn.Linear | nn.Embedding):
-                    std = EMBEDDING_STD
-                    if isinstance(module, nn.Linear):
-                        residual = name.endswith(("attention.out", "down"))
-                        std = module.in_features**-0.5 / (depth if residual else 1.0)
-                        if module.bias is not None:
-                            module.bias.fill_(GATE_BIAS if name.endswith(".gate") else 0.0)
-                    generator = torch.Generator().manual_seed(_seed(seed, name))
-                    drawn = torch.randn(
-                        module.weight.shape, generator=generator, dtype=torch.float32, device="cpu"
-                    )
-                    module.weight.copy_(drawn * std)
+        initialize(self, seed, self.config.layers)
 
     def _initialize_at_construction(self) -> None:
         if not self.embedding.weight.is_meta:
             self.initialize(int(torch.randint(2**62, (), device="cpu")))
 
-    def _positions(
-        self,
-        tokens: Tensor,
-        positions: int | Tensor | None,
-        key_mask: Tensor | None,
-        documents: Tensor | None,
-        state: ModelState | None,
-    ) -> Tensor:
+    def _check(self, tokens: Tensor, key_mask: Tensor | None, state: ModelState | None) -> None:
         if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 "tokens must be integers (int64 or int32; convert with .long()) of shape "
@@ -289,16 +146,6 @@ class _Stack(nn.Module):
                 )
             for block, entry in zip(self.blocks, layers, strict=True):
                 block.attention.check_state(entry, tokens.shape[0])  # type: ignore[operator,union-attr]
-        return resolve_positions(
-            tokens.shape[1],
-            positions,
-            start=None if state is None else state.position,
-            key_mask=key_mask,
-            documents=documents,
-            batch=tokens.shape[0],
-            device=tokens.device,
-            axes=getattr(self.blocks[0].attention.rotary, "axes", 1),  # type: ignore[union-attr]
-        )
 
     def _embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -326,12 +173,21 @@ class _Stack(nn.Module):
         state: ModelState | None,
         return_state: bool,
     ) -> tuple[Tensor, ModelState | None]:
-        documents = None
-        if segment_ids is not None or cu_seqlens is not None:
-            documents = resolve_segments(
-                tokens.shape[0], tokens.shape[1], segment_ids, cu_seqlens, tokens.device
-            )
-        at = self._positions(tokens, positions, key_mask, documents, state)
+        self._check(tokens, key_mask, state)
+        batch, length = tokens.shape
+        documents = resolve_segments(
+            batch, length, segment_ids, cu_seqlens, tokens.device, key_mask
+        )
+        at = resolve_positions(
+            length,
+            positions,
+            start=None if state is None else state.position,
+            key_mask=key_mask,
+            documents=documents,
+            batch=batch,
+            device=tokens.device,
+            axes=getattr(self.blocks[0].attention.rotary, "axes", 1),  # type: ignore[union-attr]
+        )
         x = self._embed(tokens, at)
         after: list[Any] = []
         for i, block in enumerate(self.blocks):
@@ -392,9 +248,34 @@ class LanguageModel(_Stack):
         logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
         return (logits, after) if return_state else logits
 
+    def loss(self, tokens: Tensor, targets: Tensor | None = None, **inputs: Any) -> Tensor:
+        """Mean cross entropy in nats, with the logits of a piece of the sequence at a time.
+
+        Args:
+            tokens: (batch, time).
+            targets: (batch, time) int64, -100 where none counts; default: each token's successor
+                in `tokens`, whose last one is then only a target.
+            inputs: key_mask, positions, segment_ids, cu_seqlens, state, as in a call, for what is
+                read (with the default targets: all but the last token).
+        """
+        if targets is None:
+            tokens, targets = tokens[:, :-1], tokens[:, 1:].long()
+        names = ("key_mask", "positions", "segment_ids", "cu_seqlens", "state")
+        if unknown := [name for name in inputs if name not in names]:
+            raise TypeError(f"loss() takes {', '.join(names)}, not {', '.join(unknown)}")
+        given = [inputs.get(name) for name in names]
+        x, _ = self._run(tokens, given[0], given[1], given[2], given[3], given[4], False)
+        head = self.embedding if self.head is None else self.head
+        bias = None if self.head is None else self.head.bias
+        return linear_cross_entropy(x, head.weight, targets, bias=bias)
+
     @torch.no_grad()
     def prefill(
-        self, prompt: Tensor, *, key_mask: Tensor | None = None
+        self,
+        prompt: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, ModelState]:
         """Read prompts; returns the logits after each row's last real token and the state.
 
@@ -402,15 +283,19 @@ class LanguageModel(_Stack):
             prompt: (batch, time), at least one real token a row.
             key_mask: (batch, time) bool, True at real tokens: prompts of different lengths, padded
                 left or right. Pads leave no trace: each row goes on as if it had been alone.
+            cu_seqlens: (prompts + 1,) the limits of several prompts in one flat row (batch 1),
+                each of at least one token. They become the rows of a padded batch.
 
         Returns:
-            logits (batch, vocab_size), and the `ModelState` for `decode`.
+            logits (batch or prompts, vocab_size), and the `ModelState` for `decode`.
         """
         if prompt.ndim != 2 or prompt.shape[1] < 1:
             raise ValueError(
                 f"prompt must have shape (batch, time) with at least one token, got "
                 f"{tuple(prompt.shape)}"
             )
+        if cu_seqlens is not None:
+            prompt, key_mask = unpack(prompt, cu_seqlens, key_mask)
         if key_mask is not None and can_read(key_mask) and not bool(key_mask.any(-1).all()):
             raise ValueError(
                 "key_mask must leave at least one real token in each row of the prompt"
@@ -522,8 +407,3 @@ def sinusoidal(positions: Tensor, dim: int) -> Tensor:
     angles = positions.to(work, torch.float64).unsqueeze(-1) * 10000.0 ** (-j / dim)
     table = torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2)[..., :dim]
     return (table * (EMBEDDING_STD * math.sqrt(2))).to(positions.device, torch.float32)
-
-
-def _seed(seed: int, name: str) -> int:
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 2  # 62 bits

@@ -1,7 +1,7 @@
 """Rotations beside `Rotary`, and `make_rotary`, which makes any of them from a short text.
 
 `AxialRotary` turns by row and column of an image, `LearnedRotary` learns its frequencies; `XPos`,
-which also fades, has a page of its own.
+which also fades, and `CosFormer` have pages of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from linear_rope.cosformer import CosFormer
 from linear_rope.rotary import Rotary, cos_and_sin, turn
 from linear_rope.scaling import SCALINGS, Scaling, build
 from linear_rope.xpos import XPos
@@ -142,14 +143,16 @@ def make_rotary(
     fraction: float = 1.0,
     pairing: str = "interleaved",
     scaling: str | Scaling | None = None,
-) -> Rotary | LearnedRotary:
+) -> Rotary | LearnedRotary | CosFormer:
     """A rotation from what a configuration can hold.
 
     Args:
         width, base, fraction, pairing: see `Rotary`.
         scaling: None; a rule of `linear_rope.scaling`; or a text, NAME or NAME:OPTION=VALUE,...:
             a name in `SCALINGS` with its options ("yarn:factor=4,original_length=2048"), or another
-            rotation: "xpos" (options gamma, scale_base), "axial" (positions are pairs), "learned".
+            rotation: "xpos" (options gamma, scale_base), "axial" (positions are pairs), "learned",
+            "cosformer" (option max_length; it turns all features alike and takes no base,
+            fraction or pairing).
 
     Raises:
         ValueError: an unknown name or option (the known ones are listed), or a value that does not
@@ -167,11 +170,20 @@ def make_rotary(
     def xpos(gamma: float = 0.4, scale_base: float = 512.0) -> XPos:
         return XPos(**shape, gamma=gamma, scale_base=scale_base)
 
+    def cosformer(max_length: int) -> CosFormer:
+        if (base, fraction, pairing) != (10000.0, 1.0, "interleaved"):
+            raise ValueError(
+                "cosformer turns all pairs by one angle: leave rotary_base, rotary_fraction and "
+                f"pairing as they are, got {base}, {fraction} and {pairing!r}"
+            )
+        return CosFormer(width, max_length)
+
     known: dict[str, Callable[..., Any]] = {
         **SCALINGS,
         "xpos": xpos,
         "axial": lambda: AxialRotary(**shape),
         "learned": lambda: LearnedRotary(**shape),
+        "cosformer": cosformer,
     }
     name, options = parse(scaling)
     made = build("rotary_scaling", name, known, options)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from linear_rope.rotary import boundaries, can_read
 
-__all__ = ["resolve_segments", "segment_max", "segmented_cummax"]
+__all__ = ["resolve_segments", "segment_max", "segmented_cummax", "unpack"]
 
 
 def resolve_segments(
@@ -18,6 +20,7 @@ def resolve_segments(
     segment_ids: Tensor | None,
     cu_seqlens: Tensor | None,
     device: torch.device,
+    key_mask: Tensor | None = None,
 ) -> Tensor | None:
     """The document of every token, (batch, time) int64, or None for one document a row.
 
@@ -26,10 +29,13 @@ def resolve_segments(
         cu_seqlens: (documents + 1,) the documents' limits in a flat row (batch must be 1), from 0
             to time, ascending; equal neighbours are an empty document. The name and layout are
             those of FlashAttention's variable-length functions.
+        key_mask: (batch, time), True at real tokens. A flat row holds no padding within its
+            documents; a document of padding alone (to fill a fixed size) is none within.
 
     Raises:
         ValueError: both are given, a wrong shape or dtype, an id that comes back after another,
-            limits that do not start at 0, end at time, or ascend.
+            limits that do not start at 0, end at time, or ascend, a mask that hides a part of a
+            document of `cu_seqlens`.
     """
     if segment_ids is not None and cu_seqlens is not None:
         raise ValueError("give segment_ids (padded layout) or cu_seqlens (flat layout), not both")
@@ -71,8 +77,44 @@ def resolve_segments(
             )
         if any(a > b for a, b in pairwise(limits)):
             raise ValueError(f"cu_seqlens must ascend, got {limits}")
+        if key_mask is not None and can_read(key_mask):
+            _whole_documents(cu_seqlens, key_mask[0])
     ends = cu_seqlens[1:].to(device=device, dtype=torch.int64).contiguous()
     return torch.searchsorted(ends, torch.arange(length, device=device), right=True)[None]
+
+
+def unpack(tokens: Tensor, cu_seqlens: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A flat row of documents as a right-padded batch, and its mask: (documents, longest) each.
+
+    Raises:
+        ValueError: as in `resolve_segments`, and for a document without a token.
+    """
+    batch, length = tokens.shape
+    resolve_segments(batch, length, None, cu_seqlens, tokens.device, key_mask)
+    lengths = cu_seqlens.diff().tolist()
+    if min(lengths) < 1:
+        raise ValueError(
+            f"cu_seqlens must leave each prompt at least one token, got none in document "
+            f"{lengths.index(0)}; leave empty ones out"
+        )
+    rows = tokens[0].split(lengths)
+    real = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+    if key_mask is not None:
+        real = list(key_mask[0].split(lengths))
+    return pad_sequence(rows, batch_first=True), pad_sequence(real, batch_first=True)
+
+
+def _whole_documents(cu_seqlens: Tensor, real: Tensor) -> None:
+    tokens = cu_seqlens.diff()
+    seen = F.pad(real.cumsum(0), (1, 0))[cu_seqlens.long()].diff()
+    torn = ((seen > 0) & (seen < tokens)).nonzero()
+    if len(torn):
+        n = int(torn[0])
+        raise ValueError(
+            f"key_mask contradicts cu_seqlens: it hides {int(tokens[n] - seen[n])} of the "
+            f"{int(tokens[n])} tokens of document {n}; leave padding out of a flat row, or use "
+            "segment_ids, where a row may hold padding"
+        )
 
 
 def segmented_cummax(x: Tensor, fresh: Tensor) -> Tensor:

@@ -8,13 +8,26 @@ the safe default `weights_only=True`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionState", "KeyValueCache", "ModelState"]
+__all__ = ["AttentionState", "KeyValueCache", "ModelState", "signature"]
+
+UNMARKED = torch.tensor(0, device="cpu")
+
+
+def signature(*parts: object) -> int:
+    """A number of 62 bits that stands for how the parts print, the same in every process.
+
+    Layers mark their states with that of their feature map and rotation, so that sums made with
+    others are refused, where sizes alone would not tell.
+    """
+    digest = hashlib.sha256("\n".join(map(repr, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 2
 
 
 class AttentionState(NamedTuple):
@@ -24,6 +37,7 @@ class AttentionState(NamedTuple):
     z: Tensor  # (batch, key head, features): sum of the keys as below it, in the denominator
     stabilizer: Tensor  # (batch, key head): running maximum of exponential keys' logarithms
     position: Tensor  # (batch,) int64: the position of each row's next token
+    made_by: Tensor = UNMARKED  # (batch,) int64: its layer's `signature`; 0 (0-d): from a function
 
     def detach(self) -> AttentionState:
         return AttentionState(*(x.detach() for x in self))
@@ -35,7 +49,7 @@ class AttentionState(NamedTuple):
         return AttentionState(*_to(self, *args, **kwargs))
 
     def index_select(self, rows: Tensor) -> AttentionState:
-        return AttentionState(*(x.index_select(0, rows) for x in self))
+        return AttentionState(*(x.index_select(0, rows) if x.ndim else x for x in self))
 
 
 class KeyValueCache(NamedTuple):
@@ -45,6 +59,7 @@ class KeyValueCache(NamedTuple):
     v: Tensor  # (batch, key head, past, value width)
     mask: Tensor  # (batch, past) bool, True at keys that a next token may see
     position: Tensor  # (batch,) int64: the position of each row's next token
+    made_by: Tensor = UNMARKED  # (batch,) int64: its layer's `signature`; 0 (0-d): from a function
 
     def detach(self) -> KeyValueCache:
         return KeyValueCache(*(x.detach() for x in self))
@@ -56,7 +71,7 @@ class KeyValueCache(NamedTuple):
         return KeyValueCache(*_to(self, *args, **kwargs))
 
     def index_select(self, rows: Tensor) -> KeyValueCache:
-        return KeyValueCache(*(x.index_select(0, rows) for x in self))
+        return KeyValueCache(*(x.index_select(0, rows) if x.ndim else x for x in self))
 
 
 class ModelState(NamedTuple):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from pathlib import Path
 
 # Before torch is imported, and for the processes that tests start: with two workers on two cores,
 # more threads only get in each other's way, and bit-equality of two runs needs one.
 for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[name] = "1"
+# Compiled kernels of the tests' own, in a folder that git ignores.
+os.environ.setdefault("LINEAR_ROPE_CACHE", str(Path(__file__).parent.parent / "build" / "native"))
 # Plots must work by themselves where there is no screen and nobody chose a backend.
 for name in ("DISPLAY", "WAYLAND_DISPLAY", "MPLBACKEND"):
     os.environ.pop(name, None)
@@ -23,6 +27,23 @@ _SHARED = settings(deadline=None, max_examples=30, suppress_health_check=[Health
 settings.register_profile("local", _SHARED)
 settings.register_profile("ci", _SHARED, derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the native kernels once, before the workers start; without a compiler, say so."""
+    if hasattr(config, "workerinput"):
+        return
+    from linear_rope import build_native
+
+    with contextlib.suppress(RuntimeError):  # `pytest_report_header` says why
+        build_native()
+
+
+def pytest_report_header() -> list[str]:
+    """Backends that no test of this run can reach, and why."""
+    from forms import REASONS
+
+    return [f"not tested: backend {name}: {why}" for name, why in REASONS.items() if why]
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from linear_rope import (
     linear_attention,
     make_feature_map,
 )
+from linear_rope.states import signature
 
 B, T, DIM, HEADS = 2, 7, 12, 3
 
@@ -235,6 +236,32 @@ def test_context_positions_shift_the_keys(kind: str) -> None:
     assert not torch.allclose(base, layer(x, context, positions=5), atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_masks_on_both_sides_of_cross_attention(kind: str, side: str) -> None:
+    layer = LAYERS[kind](DIM, HEADS, causal=False).double()
+    x = torch.randn(B, 4, DIM, dtype=torch.float64)
+    context = torch.randn(B, T, DIM, dtype=torch.float64)
+    lengths, key_lengths = (4, 2), (5, 7)
+    query_mask = torch.stack([torch.arange(4) < n for n in lengths])
+    key_mask = torch.stack([torch.arange(T) < n for n in key_lengths])
+    if side == "left":
+        query_mask, key_mask = query_mask.flip(1), key_mask.flip(1)
+    start = torch.tensor([[3], [8]])
+    options = {"key_mask": key_mask, "query_mask": query_mask, "positions": start}
+    got = layer(x, context, **options)
+    for row in range(B):
+        alone = layer(
+            x[row][query_mask[row]][None],
+            context[row][key_mask[row]][None],
+            positions=start[row : row + 1],
+        )
+        torch.testing.assert_close(got[row][query_mask[row]], alone[0], atol=1e-12, rtol=1e-12)
+    if side == "left":  # without it, the padded row would count its pads
+        del options["query_mask"]
+        assert not torch.allclose(layer(x, context, **options)[1, 2:], got[1, 2:], atol=1e-4)
+
+
 @pytest.mark.parametrize("feature_map", [*FEATURE_MAPS, "softmax"])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("content", [0.0, 1e4])
@@ -389,6 +416,13 @@ def test_bad_calls_name_the_argument_and_the_remedy(kind: str) -> None:
         (lambda: cross(x, x[:1]), r"context has 1 rows but x has 2"),
         (lambda: layer(x, x), r"a context needs causal=False"),
         (lambda: layer(x, context_positions=1), r"context_positions needs a context"),
+        (lambda: layer(x, query_mask=mask), r"query_mask needs a context; use key_mask"),
+        (lambda: cross(x, x[:, :3], query_mask=mask[:, :3]), r"query_mask.*\(2, 5\).*\(2, 3\)"),
+        (lambda: cross(x, x, query_mask=mask.long()), r"query_mask must be bool.*int64"),
+        (
+            lambda: cross(x, x, segment_ids=torch.zeros(2, 5, dtype=torch.int64)),
+            r"segment_ids and cu_seqlens need self-attention",
+        ),
         (lambda: layer(x, key_mask=mask.float()), r"key_mask must be bool.*\(2, 5\).*float32"),
         (lambda: layer(x, key_mask=mask.long()), r"key_mask must be bool.*\(2, 5\).*int64"),
         (lambda: cross(x, key_mask=mask.float()), r"key_mask must be bool.*float32"),
@@ -415,6 +449,88 @@ def test_bad_calls_name_the_argument_and_the_remedy(kind: str) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_bad_documents_are_refused_by_layers(kind: str) -> None:
+    x = torch.randn(1, 6, 16)
+    mask = torch.ones(1, 6, dtype=torch.bool)
+    mask[0, 4:] = False
+    limits = torch.tensor([0, 3, 6])
+    for layer in (LAYERS[kind](16, 4), LAYERS[kind](16, 4, causal=False)):
+        for options, message in (
+            ({"segment_ids": torch.zeros(1, 6)}, r"segment_ids must be integers"),
+            ({"segment_ids": torch.tensor([[0, 0, 1, 1, 0, 0]])}, r"must be contiguous"),
+            ({"cu_seqlens": torch.tensor([1, 6])}, r"start at 0 and end at time = 6, got 1"),
+            ({"cu_seqlens": torch.tensor([0, 5])}, r"start at 0 and end at time = 6, got 0 and 5"),
+            ({"cu_seqlens": torch.tensor([0, 4, 2, 6])}, r"must ascend, got \[0, 4, 2, 6\]"),
+            (
+                {"cu_seqlens": limits, "key_mask": mask},
+                r"key_mask contradicts cu_seqlens: it hides 2 of the 3 tokens of document 1",
+            ),
+        ):
+            with pytest.raises(ValueError, match=message):
+                layer(x, **options)
+        q = x.unflatten(-1, (4, 4)).transpose(1, 2)
+        with pytest.raises(ValueError, match="key_mask contradicts cu_seqlens"):
+            linear_attention(q, q, q, causal=layer.causal, cu_seqlens=limits, key_mask=mask)
+        # Documents of padding alone contradict nothing, nor does an empty one.
+        padded = {"cu_seqlens": torch.tensor([0, 4, 4, 6]), "key_mask": mask}
+        torch.testing.assert_close(layer(x, **padded)[:, :4], layer(x[:, :4]))
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "map": {"feature_map": "relu"},
+    "random map": {"feature_map": "favor+", "features": 4},
+    "base": {"rotary_base": 100.0},
+    "pairing": {"pairing": "half"},
+    "rule": {"rotary_scaling": "linear:factor=2"},
+    "xpos": {"rotary_scaling": "xpos"},
+    "learned": {"rotary_scaling": "learned"},
+    "no rotation": {"rotate": "none"},
+    "rotation before": {"rotate": "before"},
+    "denominator": {"denominator": "rotated"},
+}
+
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_of_another_map_or_rotation_is_refused(name: str) -> None:
+    """Of the same sizes, so that only the state's mark tells."""
+    x = torch.randn(2, 5, 16)
+    layer, other = RotaryLinearAttention(16, 4), RotaryLinearAttention(16, 4, **STATES[name])
+    state, foreign = (m(x, return_state=True)[1] for m in (layer, other))
+    assert [a.shape for a in state] == [b.shape for b in foreign]
+    message = r"state is of another feature map, rotation or denominator: its mark is \d+, .*\(E"
+    for one in (foreign, foreign.clone(), foreign.index_select(torch.tensor([1, 1]))):
+        with pytest.raises(ValueError, match=message):
+            layer(x, state=one)
+    # A layer of the same choices takes it, in another process and dtype too.
+    twin = RotaryLinearAttention(16, 4, backend="reference").double()
+    assert twin(x.double(), state=state.to(torch.float64)).shape == x.shape
+    assert layer.made_by == twin.made_by and signature("x", 1) == 4088948477241581166
+    # So is what a bare function made: it may know more.
+    bare = state._replace(made_by=torch.tensor(0))
+    assert torch.equal(layer(x, state=bare), layer(x, state=state))
+
+
+def test_a_cache_of_another_rotation_is_refused() -> None:
+    x = torch.randn(2, 5, 16)
+    for options in ({"rotary_base": 100.0}, {"rotate": "none"}, {"rotary_scaling": "ntk:factor=2"}):
+        _, state = SoftmaxAttention(16, 4, **options)(x, return_state=True)
+        with pytest.raises(ValueError, match=r"state is of another .*rotation.*Rotary\(width=4"):
+            SoftmaxAttention(16, 4)(x, state=state)
+
+
+def test_descending_positions_are_refused_where_an_order_is_needed() -> None:
+    layer = RotaryLinearAttention(16, 4, rotary_scaling="xpos")
+    x = torch.randn(1, 4, 16)
+    for at in (torch.tensor([0, 2, 1, 3]), torch.tensor([[5, 4, 3, 2]])):
+        with pytest.raises(ValueError, match="positions must not descend under xPos"):
+            layer(x, positions=at)
+        assert RotaryLinearAttention(16, 4)(x, positions=at).isfinite().all()
+    _, state = layer(x, return_state=True)
+    with pytest.raises(ValueError, match=r"nor begin before the state's.*step of -2"):
+        layer(x, state=state, positions=2)
 
 
 def test_a_state_of_another_width_is_refused() -> None:

@@ -196,6 +196,10 @@ def test_the_hash_tells_order_content_shape_and_corpus_apart() -> None:
     assert len(digests) == 8
 
 
+def test_the_hash_is_the_one_of_all_logs_so_far() -> None:
+    assert BatchHash("abc").update(numbers(12).reshape(3, 4)) == "99af4545962a8988"
+
+
 @pytest.mark.parametrize("digest", ["", "12", "g" * 16, "0" * 18, None])
 def test_a_wrong_digest_is_refused(digest: str) -> None:
     with pytest.raises(ValueError, match="16 hexadecimal digits"):

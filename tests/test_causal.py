@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from typing import NamedTuple
 
 import judge
 import pytest
 import torch
+from forms import BACKENDS
 from torch import Tensor
 
-from linear_rope import BACKENDS, causal_product
+from linear_rope import causal_product
+from linear_rope.causal import FUSED, blocks
 
-CHUNKED = importlib.import_module("linear_rope.causal.chunked")  # not the function of that name
 FORMS = ["auto", *BACKENDS]
 FORMS_AND_CHUNKS = [(f, None) for f in FORMS] + [("chunked", c) for c in (1, 7, 64, 5000)]
 LENGTHS = [1, 63, 64, 65, 127, 129, 300, 513, 913]
@@ -254,7 +254,7 @@ def test_second_derivatives_are_right_or_refused_aloud(form):
     q, k, v = (x.requires_grad_() for x in inputs[:3])
     out, _ = causal_product(q, k, v, backend=form)
     (dq,) = torch.autograd.grad(out, q, d_out, create_graph=True)
-    if form == "chunked":
+    if form in FUSED:
         with pytest.raises(RuntimeError, match=r'differentiable once.*backend="reference"'):
             torch.autograd.grad(dq.sum(), k)
         return
@@ -262,12 +262,6 @@ def test_second_derivatives_are_right_or_refused_aloud(form):
     a, b, c = (x.detach().requires_grad_() for x in inputs[:3])
     (da,) = torch.autograd.grad(judge.product(a, b, c)[0], a, d_out, create_graph=True)
     assert judge.error(got, torch.autograd.grad(da.sum(), b)[0]) <= 1e-12
-
-
-def test_the_operator_keeps_torchs_contract():
-    (q, k, v, g, state), _ = random_inputs(20, 1, 2, 3, 2)
-    for args in ((q, k, v, g, state, 8), (q, k, v, None, None, 64)):
-        torch.library.opcheck(CHUNKED._forward, args, test_utils=("test_schema", "test_faketensor"))
 
 
 # ---- Shapes, dtypes, values ---------------------------------------------------------------------
@@ -337,11 +331,14 @@ def test_heads_and_rows_do_not_see_each_other(form):
 def test_many_rows_and_several_blocks_of_time(monkeypatch):
     """The work is cut into blocks of heads x tokens; the seams must not show."""
     case = judged(300, batch=5)
-    for rows in (1, 64, 200, 700, 3000):
-        monkeypatch.setattr(CHUNKED, "ROWS", rows)
+    monkeypatch.setattr(blocks, "SPARSE", 0)  # nothing asks for long blocks
+    for numbers in (1, 2000, 5000, 30_000, 100_000, 500_000):
+        monkeypatch.setattr(blocks, "NUMBERS", numbers)
 
         def run(q, k, v, g, state):
-            return causal_product(q, k, v, log_decay=g, state=state, chunk_size=16)
+            return causal_product(
+                q, k, v, log_decay=g, state=state, backend="chunked", chunk_size=16
+            )
 
         agrees(case, gradients(run, case.inputs, case.cotangents), 1e-12)
 

@@ -8,10 +8,10 @@ import itertools
 import judge
 import pytest
 import torch
+from forms import BACKENDS
 from torch import Tensor
 
 from linear_rope import (
-    BACKENDS,
     FEATURE_MAPS,
     AttentionState,
     FeatureMap,
@@ -25,6 +25,7 @@ from linear_rope.functional import DENOMINATORS, ROTATE
 MAPS = list(FEATURE_MAPS)
 FORMS_AND_CHUNKS = [("auto", None), ("reference", None), ("recurrent", None)]
 FORMS_AND_CHUNKS += [("chunked", c) for c in (1, 7, 64, 5000)]
+FORMS_AND_CHUNKS += [(name, c) for name in BACKENDS if name == "native" for c in (1, 7, 64, 5000)]
 assert {f for f, _ in FORMS_AND_CHUNKS} == {"auto", *BACKENDS}
 
 
@@ -170,6 +171,8 @@ def test_every_switch_agrees_with_the_judge(name, rotate, denominator, causal):
         ({}, {"key_mask": mask}, {"positions": positions}),
         (False, True) if causal else (False,),
     ):
+        if pairing == "half" and rotate == "after" and "expand" in name:
+            continue  # refused, see test_feature_maps.py
         rotary = rotation(phi, 6, rotate, pairing=pairing, fraction=fraction)
         same = {"rotate": rotate, "causal": causal, **options}
         extra = {"phi": phi, "name": name, "pairing": pairing, "fraction": fraction}
@@ -777,6 +780,6 @@ def test_a_new_state_shares_no_memory_with_the_old_one():
         x[:, :, :0], x[:, :, :0], x[:, :, :0], state=state, return_state=True
     )
     kept = [part.clone() for part in state]
-    for part in after:
+    for part in after[:4]:  # the fifth is a constant, 0: no layer made it
         part.add_(1)  # raises where one number stands for all rows
     assert all(torch.equal(a, b) for a, b in zip(state, kept, strict=True))

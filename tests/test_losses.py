@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from linear_rope import Config, LanguageModel
 from linear_rope.losses import linear_cross_entropy
 
 
@@ -96,3 +97,22 @@ def test_bad_arguments_are_named(change, message):
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, "bias": bias} | change
     with pytest.raises(ValueError, match=message):
         linear_cross_entropy(**arguments)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_has_the_loss_of_its_logits(tied):
+    config = Config(vocab_size=20, dim=8, layers=1, heads=2, tie_embeddings=tied, bias=True)
+    model = LanguageModel(config).double()
+    tokens = torch.randint(20, (2, 9), generator=torch.Generator().manual_seed(0))
+    logits = model(tokens[:, :-1])
+    want = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    torch.testing.assert_close(model.loss(tokens), want, atol=1e-12, rtol=0)
+    documents = torch.tensor([[0, 0, 1, 1, 1, 1, 2, 2, 2]]).expand(2, -1)
+    logits = model(tokens, segment_ids=documents)
+    targets = tokens.roll(-1, 1)
+    targets[:, [1, 5, 8]] = -100  # the last token of a document has no successor
+    want = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    got = model.loss(tokens, targets, segment_ids=documents)
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+    with pytest.raises(TypeError, match="not mask"):
+        model.loss(tokens, mask=None)

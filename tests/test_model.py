@@ -28,6 +28,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "rotated denominator": {"feature_map": "relu", "denominator": "rotated"},
     "no denominator": {"denominator": "none"},
     "favor+, no denominator": {"feature_map": "favor+", "denominator": "none"},
+    "cosformer": {
+        "position": "cosformer",
+        "max_length": 40,
+        "feature_map": "relu-expand",
+        "denominator": "rotated",
+    },
     "output norm": {"output_norm": True, "decay": "learned"},
     "grouped heads": {"heads": 4, "kv_heads": 2, "qk_norm": True, "decay": "learned"},
     "softmax": {"attention": "softmax"},
@@ -36,7 +42,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "softmax, learned": {"attention": "softmax", "position": "learned", "max_length": 40},
     "softmax, output norm": {"attention": "softmax", "output_norm": True},
 }
-BATCHED = ("elu+1", "favor+", "favor+, decay", "sinusoidal", "learned", "softmax")
+COSFORMER = KINDS["cosformer"]
+BATCHED = ("elu+1", "favor+", "favor+, decay", "sinusoidal", "learned", "cosformer", "softmax")
 
 
 def build(kind: str, **options: Any) -> LanguageModel:
@@ -125,8 +132,8 @@ SPLITS = ([5, 7], [1] * 12, [4, 1, 1, 6])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_pieces_equal_the_whole(kind: str, dtype: torch.dtype, tolerance: float) -> None:
-    if kind.startswith("dpfp"):
-        tolerance *= 3  # products of features square what they are rounded by
+    if kind.startswith(("dpfp", "relu", "favor+relu")):
+        tolerance *= 3  # products of features square what they are rounded by, and few are above 0
     model = build(kind).to(dtype)
     tokens = random_tokens(2, 12)
     weights = torch.randn(2, 12, 13, dtype=dtype)  # a random cotangent, not a plain sum
@@ -299,7 +306,9 @@ def test_encoder_and_decoder_share_their_parameters_names() -> None:
 # ---- Sampling -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["elu+1", "favor+, decay", "before", "learned", "softmax"])
+@pytest.mark.parametrize(
+    "kind", ["elu+1", "favor+, decay", "before", "learned", "cosformer", "softmax"]
+)
 def test_greedy_generation_equals_recomputing_the_whole(kind: str) -> None:
     model = build(kind)
     prompt = random_tokens(3, 4)
@@ -358,14 +367,48 @@ def test_stream_yields_the_tokens_of_generate_one_by_one() -> None:
     assert model.training
 
 
-def test_generation_needs_no_position_that_it_does_not_read() -> None:
-    model = build("learned", max_length=6)
+@pytest.mark.parametrize("kind", ["learned", "cosformer"])
+def test_generation_needs_no_position_that_it_does_not_read(kind: str) -> None:
+    model = build(kind, max_length=6)
     # the seventh token is read by nobody
     assert model.generate(random_tokens(1, 3), 4).shape == (1, 7)
     with pytest.raises(ValueError, match=r"position 6 is beyond max_length=6"):
         model.generate(random_tokens(1, 3), 5)
     prompt = random_tokens(2, 3)
     assert torch.equal(model.generate(prompt, 0), prompt)
+
+
+@pytest.mark.parametrize("kind", BATCHED)
+def test_packed_prompts_become_rows_that_go_on_by_themselves(kind: str) -> None:
+    model = build(kind).double()
+    prompts = [random_tokens(1, n) for n in (5, 1, 9)]
+    limits = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
+    logits, state = model.prefill(torch.cat(prompts, 1), cu_seqlens=limits)
+    assert state.position.tolist() == [5, 1, 9]
+    token = logits.argmax(-1)
+    after, _ = model.decode(token, state)
+    for row, prompt in enumerate(prompts):
+        alone, own = model.prefill(prompt)
+        torch.testing.assert_close(logits[row], alone[0], atol=1e-10, rtol=0)
+        next_logits, _ = model.decode(token[row, None], own)
+        torch.testing.assert_close(after[row], next_logits[0], atol=1e-10, rtol=0)
+    # A document of padding alone leaves no row to go on with; one of no token neither.
+    flat = torch.cat(prompts, 1)
+    for bad, message in (
+        ([0, 5, 5, 15], r"each prompt at least one token, got none in document 1"),
+        ([0, 5, 14], r"start at 0 and end at time = 15, got 0 and 14"),
+        ([1, 5, 15], r"start at 0 and end at time = 15, got 1"),
+        ([0, 9, 5, 15], r"must ascend"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.prefill(flat, cu_seqlens=torch.tensor(bad))
+    mask = torch.arange(15)[None] < 13
+    with pytest.raises(ValueError, match=r"hides 2 of the 9 tokens of document 2"):
+        model.prefill(flat, cu_seqlens=limits, key_mask=mask)
+    with pytest.raises(ValueError, match=r"at least one real token in each row"):
+        model.prefill(flat, cu_seqlens=torch.tensor([0, 5, 13, 15]), key_mask=mask)
+    with pytest.raises(ValueError, match=r"one flat row, but the batch is 2"):
+        model.prefill(random_tokens(2, 15), cu_seqlens=limits)
 
 
 @torch.no_grad()
@@ -568,6 +611,15 @@ def test_a_copy_is_equal_and_independent(kind: str) -> None:
         ({"attention": "flash"}, r"attention='flash' is unknown; choose one of: linear, softmax"),
         ({"feature_map": "cos"}, r"feature_map='cos' is unknown.*elu\+1, relu, favor\+"),
         ({"position": "alibi"}, r"position='alibi' is unknown.*none, sinusoidal, learned, rotary"),
+        ({"position": "cosformer"}, r"position='cosformer' needs max_length"),
+        ({**COSFORMER, "feature_map": "relu"}, r"or feature_map='relu-expand', got 'relu'"),
+        ({**COSFORMER, "feature_map": "elu+1"}, r"use .*feature_map='elu\+1-expand'.*got 'elu\+1'"),
+        ({**COSFORMER, "denominator": "unrotated"}, r"use denominator='rotated', got 'unrotated'"),
+        ({**COSFORMER, "rotate": "before"}, r"use rotate='after', got 'before'"),
+        ({**COSFORMER, "attention": "softmax"}, r"use attention='linear', got 'softmax'"),
+        ({**COSFORMER, "pairing": "half"}, r"leave rotary_base, .* as they are.*'half'"),
+        ({**COSFORMER, "rotary_scaling": "ntk:factor=2"}, r"needs position='rotary'"),
+        ({"feature_map": "relu-expand", "pairing": "half"}, r"use pairing='interleaved'"),
         ({"rotate": "x"}, r"rotate='x' is unknown.*after, before, none"),
         ({"denominator": "x"}, r"denominator='x' is unknown.*unrotated, rotated, none"),
         ({"decay": "x"}, r"decay='x' is unknown.*none, learned"),
@@ -607,6 +659,10 @@ def test_bad_calls(kind: str) -> None:
     mask = torch.ones(2, 6, dtype=torch.bool)
     _, state = model(tokens, return_state=True)
     _, foreign = other(tokens, return_state=True)
+    # of the same sizes, but turned otherwise
+    bases = {"position": "rotary", "rotary_base": 7.0}
+    _, another = build(kind, **bases)(tokens, return_state=True)
+    limits = torch.tensor([0, 4, 6])
     name = type(state.layers[0]).__name__
     for call, message in (
         (lambda: model(tokens + 13), r"tokens must be in \[0, vocab_size=13\), got 24"),
@@ -627,6 +683,23 @@ def test_bad_calls(kind: str) -> None:
         (lambda: model(tokens, state=tokens), r"ModelState of 2 layers.*got Tensor"),
         (lambda: model(tokens, state=foreign), rf"state must be the {name} .*got "),
         (lambda: model(tokens[:1], state=state), rf"state must be the {name} .*\(1, 2\), got"),
+        (lambda: model(tokens, state=another), r"state is of another .*rotation|state must be"),
+        (lambda: model(tokens[0], cu_seqlens=limits), r"tokens must be .*\(batch, time\)"),
+        (lambda: model(tokens, cu_seqlens=limits), r"one flat row, but the batch is 2"),
+        (lambda: model(tokens[:1], cu_seqlens=limits[1:]), r"start at 0 .*= 6, got 4"),
+        (lambda: model(tokens[:1], cu_seqlens=limits[:2]), r"end at time = 6, got 0 and 4"),
+        (lambda: model(tokens[:1], cu_seqlens=limits.float()), r"cu_seqlens must be integers"),
+        (
+            lambda: model(tokens[:1], cu_seqlens=limits, key_mask=mask[:1] & (tokens[:1] != 1)),
+            r"key_mask contradicts cu_seqlens: it hides 1 of the 4 tokens of document 0",
+        ),
+        (
+            lambda: model(tokens[:1], cu_seqlens=limits, key_mask=mask[:1, :5]),
+            r"key_mask.*\(1, 6\).*got .*\(1, 5\)",
+        ),
+        (lambda: model(tokens, segment_ids=mask), r"segment_ids must be integers"),
+        (lambda: model(tokens, segment_ids=tokens % 2), r"segment_ids must be contiguous.*row 0"),
+        (lambda: model(tokens, segment_ids=tokens[:, :5]), r"segment_ids.*\(2, 6\).*\(2, 5\)"),
         (lambda: model(tokens, positions=-2), r"positions=-2 must not be negative"),
         (lambda: model(tokens, positions=torch.full((6,), -1)), r"must not be negative, got -1"),
         (lambda: model(tokens, positions=torch.rand(6)), r"positions must be integers"),
@@ -643,8 +716,37 @@ def test_bad_calls(kind: str) -> None:
             call()
 
 
-def test_a_position_beyond_the_learned_table_is_refused_however_it_comes() -> None:
-    model = build("learned", max_length=6)
+@pytest.mark.parametrize("kind", ["elu+1", "softmax", "learned", "sinusoidal", "cosformer"])
+def test_bad_calls_of_an_encoder(kind: str) -> None:
+    encoder = Encoder(Config(**{**SIZES, **KINDS[kind]}))
+    tokens = torch.arange(12).reshape(2, 6)
+    mask = torch.ones(2, 6, dtype=torch.bool)
+    limits = torch.tensor([0, 4, 6])
+    for call, message in (
+        (lambda: encoder(tokens + 13), r"tokens must be in \[0, vocab_size=13\), got 24"),
+        (lambda: encoder(tokens.float()), r"tokens must be integers.*float32"),
+        (lambda: encoder(tokens, key_mask=mask[:1]), r"key_mask.*\(2, 6\).*got .*\(1, 6\)"),
+        (lambda: encoder(tokens, key_mask=mask.float()), r"key_mask must be bool.*float32"),
+        (lambda: encoder(tokens, positions=torch.rand(6)), r"positions must be integers"),
+        (lambda: encoder(tokens, positions=-1), r"positions=-1 must not be negative"),
+        (lambda: encoder(tokens, positions=torch.arange(5)), r"positions must be .*got \(5,\)"),
+        (lambda: encoder(tokens, segment_ids=tokens % 2), r"segment_ids must be contiguous"),
+        (lambda: encoder(tokens, cu_seqlens=limits), r"one flat row, but the batch is 2"),
+        (lambda: encoder(tokens[:1], cu_seqlens=limits[1:]), r"start at 0"),
+        (lambda: encoder(tokens[:1], cu_seqlens=limits[:2]), r"end at time = 6"),
+        (lambda: encoder(tokens[:1], cu_seqlens=limits.flip(0)), r"start at 0 .*got 6 and 0"),
+        (
+            lambda: encoder(tokens[:1], cu_seqlens=limits, key_mask=mask[:1] & (tokens[:1] != 1)),
+            r"key_mask contradicts cu_seqlens",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@pytest.mark.parametrize("kind", ["learned", "cosformer"])
+def test_a_position_beyond_the_longest_is_refused_however_it_comes(kind: str) -> None:
+    model = build(kind, max_length=6)
     _, state = model(random_tokens(2, 6), return_state=True)
     for call in (
         lambda: model(random_tokens(2, 7)),
@@ -652,6 +754,6 @@ def test_a_position_beyond_the_learned_table_is_refused_however_it_comes() -> No
         lambda: model(random_tokens(2, 1), positions=torch.tensor([[6], [0]])),
         lambda: model(random_tokens(2, 1), state=state),
     ):
-        with pytest.raises(ValueError, match=r"position 6 is beyond max_length=6 .*rotary"):
+        with pytest.raises(ValueError, match=r"position 6 is beyond max_length=6.*[Rr]otary"):
             call()
     assert model(random_tokens(2, 9), positions=torch.arange(9) % 6).shape == (2, 9, 13)

@@ -8,16 +8,17 @@ import pickle
 
 import pytest
 import torch
+from forms import BACKENDS
 from torch import Tensor
 
 from linear_rope import (
-    BACKENDS,
     FEATURE_MAPS,
     Config,
     FeatureMap,
     LanguageModel,
     Rotary,
     RotaryLinearAttention,
+    SoftmaxAttention,
     advance_random_features,
     feature_maps,
     linear_attention,
@@ -334,10 +335,28 @@ def test_hedgehog_with_weights_a_head_and_shared_keys():
             phi(wrong)
     with pytest.raises(ValueError, match="heads=0 must be at least 1"):
         make_feature_map("hedgehog", 5, heads=0)
-    layer = RotaryLinearAttention(8, 2, feature_map=make_feature_map("hedgehog", 4, heads=2))
-    layer(torch.randn(1, 6, 8)).square().sum().backward()
-    grad = layer.feature_map.weight.grad
-    assert grad.isfinite().all() and (grad.abs().amax((1, 2)) > 0).all()
+
+
+def test_a_layer_has_a_hedgehog_map_for_every_key_head():
+    for options, heads in (({}, 4), ({"kv_heads": 2}, 2), ({"kv_heads": 1}, 1)):
+        layer = RotaryLinearAttention(16, 4, feature_map="hedgehog", **options)
+        assert layer.feature_map.weight.shape == (heads, 4, 4)
+        layer(torch.randn(1, 6, 16)).square().sum().backward()
+        grad = layer.feature_map.weight.grad
+        assert grad.isfinite().all() and (grad.abs().amax((1, 2)) > 0).all()
+    shared = RotaryLinearAttention(16, 4, feature_map=make_feature_map("hedgehog", 4))
+    assert shared.feature_map.weight.shape == (4, 4)
+    config = Config(vocab_size=11, dim=16, layers=2, heads=4, kv_heads=2, feature_map="hedgehog")
+    model, twin = LanguageModel(config), LanguageModel(config)
+    name = "blocks.1.attention.feature_map.weight"
+    assert model.state_dict()[name].shape == (2, 4, 4)
+    with torch.no_grad():
+        model.blocks[1].attention.feature_map.weight.add_(torch.randn(2, 4, 4))
+    twin.load_state_dict(model.state_dict(), strict=True)
+    tokens = torch.randint(11, (2, 9))
+    assert torch.equal(twin(tokens), model(tokens))
+    model.initialize(3)
+    assert torch.equal(model.state_dict()[name], torch.eye(4).expand(2, 4, 4))
 
 
 # ---- Expansion ----------------------------------------------------------------------------------
@@ -378,6 +397,30 @@ def test_without_expansion_the_bound_fails():
     turned = linear_attention(q, k, each, feature_map="relu", rotary=Rotary(6))
     assert (turned.abs() > plain + 1e-3).any()
     assert float(turned.abs().sum(-1).max()) > 1.01
+
+
+def test_expansion_refuses_the_pairing_that_breaks_its_bound():
+    q, k, _ = inputs(60, width=6, scale=1.5)
+    each = torch.eye(60, dtype=torch.float64).expand(2, 2, 60, 60)
+    phi = make_feature_map("relu-expand", 6)
+    plain = linear_attention(q, k, each, feature_map=phi)
+    with pytest.raises(ValueError, match="use pairing='interleaved'"):
+        RotaryLinearAttention(12, 2, feature_map="relu-expand", pairing="half")
+    with pytest.raises(ValueError, match="use pairing='interleaved'"):
+        RotaryLinearAttention(
+            12, 2, feature_map="elu+1-expand", pairing="half", rotary_scaling="xpos"
+        )
+    with pytest.raises(ValueError, match="use pairing='interleaved'"):
+        linear_attention(q, k, each, feature_map=phi, rotary=Rotary(12, pairing="half"))
+    # The reason: features meet as they do without expansion.
+    turned = phi(q), phi(k)
+    turned = (Rotary(12, pairing="half")(x, torch.arange(60)) for x in turned)
+    weights = torch.matmul(*(x if n == 0 else x.mT for n, x in enumerate(turned))).tril()
+    assert (weights.abs() > plain * (phi(q) @ phi(k).mT).tril().sum(-1, keepdim=True) + 1e-3).any()
+    # A fraction keeps pairs whole, and before the map heads are not doubled yet.
+    for options in ({"rotary_fraction": 0.5}, {"pairing": "half", "rotate": "before"}):
+        layer = RotaryLinearAttention(16, 2, feature_map="relu-expand", **options)
+        assert layer(torch.randn(1, 5, 16)).isfinite().all()
 
 
 def test_expand_takes_odd_bases_and_keeps_their_weights():
@@ -462,12 +505,40 @@ def test_cosformer_refuses_what_does_not_fit():
     for width in (0, 5):
         with pytest.raises(ValueError, match=f"cosformer width={width} must be an even number"):
             CosFormer(width, 9)
-    with pytest.raises(ValueError, match="max_length=0 must be at least 1"):
-        CosFormer(6, 0)
+    for length in (0, 2.5):
+        with pytest.raises(ValueError, match=f"max_length={length} must be an integer"):
+            CosFormer(6, length)
     with pytest.raises(ValueError, match=r"x has width 4 but .* width 6"):
         CosFormer(6, 9)(torch.randn(1, 1, 2, 4), torch.arange(2))
     with pytest.raises(ValueError, match="width 6 but the feature map gives 3"):
         linear_attention(q, k, v, feature_map="relu", rotary=CosFormer(6, 9))
+
+
+def test_cosformer_in_a_layer_and_what_it_refuses():
+    layer = RotaryLinearAttention(
+        8, 2, feature_map="relu-expand", rotary_scaling="cosformer:max_length=30",
+        denominator="rotated",
+    ).double()  # fmt: skip
+    assert layer.rotary == CosFormer(8, 30)
+    x = torch.randn(2, 12, 8, dtype=torch.float64)
+    q, k, v = (
+        f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (layer.query, layer.key, layer.value)
+    )
+    want = layer.out(reweighted(q, k, v, 30).transpose(1, 2).flatten(2))
+    assert error(layer(x), want) <= 1e-12
+    for options, message in (
+        ({"feature_map": "relu"}, r"use feature_map='relu-expand' or .*got Relu and 'after'"),
+        ({"feature_map": "relu-expand", "rotate": "before"}, r"rotate='after', got .*'before'"),
+        ({"feature_map": "relu-expand", "pairing": "half"}, r"leave rotary_base.*'half'"),
+        ({"feature_map": "relu-expand", "rotary_fraction": 0.5}, r"leave rotary_base.*0\.5"),
+        ({"feature_map": "relu-expand", "rotary_base": 100.0}, r"leave rotary_base.*100\.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            RotaryLinearAttention(8, 2, rotary_scaling="cosformer:max_length=30", **options)
+    with pytest.raises(ValueError, match="needs the option max_length"):
+        RotaryLinearAttention(8, 2, feature_map="relu-expand", rotary_scaling="cosformer")
+    with pytest.raises(ValueError, match="'cosformer' needs linear attention"):
+        SoftmaxAttention(8, 2, rotary_scaling="cosformer:max_length=30")
 
 
 # ---- torch's features, layers and models --------------------------------------------------------

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from forms import BACKENDS
 from torch import Tensor
 
 from linear_rope import (
-    BACKENDS,
     Config,
     LanguageModel,
     ModelState,

@@ -22,7 +22,7 @@ from enwik8.decay_figure import (
     weight_sum,
 )
 from enwik8.errors import UserError
-from enwik8.metrics import COLUMNS
+from enwik8.metrics import column_names
 from enwik8.plot import COLORS, curves_figure, plot, style_of
 
 ROOT = Path(__file__).parents[1]
@@ -42,7 +42,7 @@ def write_run(
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "metrics.csv", "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
+        writer.writerow(column_names())
         for step, value in enumerate(train, start=1):
             evaluated = (validation or {}).get(step, "")
             tokens = step * batch * 16
@@ -62,7 +62,7 @@ def write_run(
 
 
 def write_comparison(folder: Path, arms: list[str], steps: int = 30) -> Path:
-    rows = [",".join(("arm", "seed", *COLUMNS))]
+    rows = [",".join(("arm", "seed", *column_names()))]
     for number, arm in enumerate(arms):
         for step in range(1, steps + 1):
             value = 8 / step**0.3 + number / 10
@@ -123,7 +123,7 @@ def test_smoothing_of_nothing_and_by_nothing():
 
 def test_reading_a_run_and_its_empty_cells(tmp_path):
     columns = read_metrics(write_run(tmp_path, [8.0, float("nan"), 6.0], {3: 6.5}) / "metrics.csv")
-    assert list(columns) == list(COLUMNS)
+    assert list(columns) == list(column_names())
     np.testing.assert_array_equal(columns["tokens"], [64, 128, 192])
     np.testing.assert_array_equal(columns["train_bits_per_byte"], [8.0, np.nan, 6.0])
     np.testing.assert_array_equal(columns["validation_bits_per_byte"], [np.nan, np.nan, 6.5])

@@ -10,7 +10,7 @@ import pytest
 
 from enwik8.curves import load_runs
 from enwik8.errors import UserError
-from enwik8.metrics import COLUMNS
+from enwik8.metrics import column_names
 from enwik8.summary import batch_check, summarize, tokens_to_reach, verdict
 
 Points = dict[int, float]  # validation bits per byte by step
@@ -26,7 +26,7 @@ def write(
     corpus: dict | None = None,
 ) -> Path:
     """A comparison of 100 tokens a step and 50 tokens a second; a list holds one entry a seed."""
-    rows = [",".join(("arm", "seed", *COLUMNS))]
+    rows = [",".join(("arm", "seed", *column_names()))]
     for arm, curves in arms.items():
         for seed, points in enumerate(curves if isinstance(curves, list) else [curves]):
             for step in range(1, steps + 1):

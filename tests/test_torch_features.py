@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from forms import BACKENDS
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from linear_rope import (
-    BACKENDS,
     FEATURE_MAPS,
     Config,
     Encoder,

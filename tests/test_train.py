@@ -22,10 +22,14 @@ from accelerate import Accelerator
 from enwik8 import checkpoint, metrics, run_folder
 from enwik8 import train as training
 from enwik8.errors import UserError
+from enwik8.evaluate import load_model
 from enwik8.interrupt import Interrupted, Lock
+from enwik8.objectives import CAUSAL, objective_named
+from enwik8.optimizer import learning_rate, make_optimizer
 from enwik8.presets import PRESETS, Settings, model_fields
 from enwik8.progress import ProgressBar
-from enwik8.train import accumulate_gradient, learning_rate, make_optimizer, train
+from enwik8.tasks import make_model
+from enwik8.train import accumulate_gradient, train
 from linear_rope.model import Config, LanguageModel
 
 TIMING = ("seconds", "tokens_per_second")
@@ -101,11 +105,22 @@ def same_state(a: Path, b: Path) -> None:
 # --- resume -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arm", ["elu-none", "elu-rope-decay", "favor-rope", "softmax-rope"])
+@pytest.mark.parametrize(
+    ("arm", "objective"),
+    [
+        ("elu-none", "causal"),
+        ("elu-rope-decay", "causal"),
+        ("favor-rope", "causal"),
+        ("softmax-rope", "causal"),
+        ("favor-rope", "mlm"),
+    ],
+)
 def test_resumed_run_equals_the_uninterrupted_one(
-    tmp_path: Path, tiny: Settings, monkeypatch: pytest.MonkeyPatch, arm: str
+    tmp_path: Path, tiny: Settings, monkeypatch: pytest.MonkeyPatch, arm: str, objective: str
 ) -> None:
-    settings = change(tiny, steps=40, dropout=0.1, features=8, redraw_interval=30)
+    settings = change(
+        tiny, steps=40, dropout=0.1, features=8, redraw_interval=30, objective=objective
+    )
     train(settings, arm, tmp_path / "whole")
     with monkeypatch.context() as patch:
         at_step(patch, 20, kill(signal.SIGTERM))
@@ -118,7 +133,10 @@ def test_resumed_run_equals_the_uninterrupted_one(
     assert [int(row["step"]) for row in rows(tmp_path / "parts")] == list(range(1, 41))
     if arm == "favor-rope":
         buffers = torch.load(tmp_path / "parts" / checkpoint.NAME)["model"]
-        fresh = LanguageModel(Config(**model_fields(settings, training.find(arm))))
+        fresh = make_model(
+            Config(**model_fields(settings, training.find(arm))),  # type: ignore[arg-type]
+            objective_named(objective),
+        )
         fresh.initialize(settings.seeds["init"])
         changed = [
             name
@@ -175,6 +193,28 @@ def test_resume_with_another_configuration_names_the_differences(
     assert before == {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     free = change(tiny, checkpoint_every=3, evaluate_every=4)
     assert train(free, "elu-rope", tmp_path, resume=True).step == 12
+
+
+def test_a_run_from_before_there_was_a_choice_of_objective_goes_on(
+    tmp_path: Path, tiny: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tiny, "elu-rope", tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        at_step(patch, 6, kill(signal.SIGTERM))
+        with pytest.raises(Interrupted):
+            train(tiny, "elu-rope", tmp_path / "old")
+    path = tmp_path / "old" / checkpoint.NAME
+    state = torch.load(path)
+    for record in (state["config"], json.loads((tmp_path / "old" / "config.json").read_text())):
+        del record["training"]["objective"], record["model"]["kv_heads"]
+        (tmp_path / "old" / "config.json").write_text(json.dumps(record))
+    torch.save(state, path)
+    assert load_model(tmp_path / "old").objective is CAUSAL
+    with pytest.raises(UserError, match="objective was 'causal', is 'mlm'"):
+        train(change(tiny, objective="mlm"), "elu-rope", tmp_path / "old", resume=True)
+    train(tiny, "elu-rope", tmp_path / "old", resume=True)
+    assert rows(tmp_path / "whole") == rows(tmp_path / "old")
+    same_state(tmp_path / "whole", tmp_path / "old")
 
 
 def test_another_text_is_another_configuration(tmp_path: Path, tiny: Settings, text: Path) -> None:
@@ -412,10 +452,11 @@ def test_part_files_of_a_killed_run_are_removed(tmp_path: Path, tiny: Settings) 
         ({"clip": -1.0}, "--clip"),
         ({"validation_bytes": 0}, "--validation-bytes"),
         ({"final_learning_rate": 2.0}, "--final-learning-rate"),
+        ({"objective": "mlmm"}, "--objective"),
     ],
 )
 def test_impossible_settings_name_their_flag(values: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=f"{named} .*got"):
+    with pytest.raises(ValueError, match=f"{named} .*(got|known)"):
         Settings(**values).check()
 
 
@@ -472,6 +513,23 @@ def test_weight_decay_is_for_matrices_only(tiny: Settings) -> None:
     assert len(decayed["params"]) + len(plain["params"]) == len(list(model.parameters()))
 
 
+def test_weight_decay_spares_what_feature_maps_and_rotations_learn(tiny: Settings) -> None:
+    model = LanguageModel(
+        Config(dim=16, layers=1, heads=2, feature_map="hedgehog", rotary_scaling="learned")
+    )
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = make_optimizer(model, tiny)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()  # nothing but the decay
+    kept = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
+    assert kept == {
+        "blocks.0.attention.feature_map.weight",
+        "blocks.0.attention.rotary.log_frequencies",
+        *("blocks.0.attention_norm.weight", "blocks.0.mlp_norm.weight", "norm.weight"),
+    }
+
+
 def test_schedule() -> None:
     settings = Settings(steps=100, warmup=10, learning_rate=1.0, final_learning_rate=0.1)
     rates = [learning_rate(step, settings) for step in range(1, 101)]
@@ -510,7 +568,7 @@ def test_config_and_log_are_the_contract(tmp_path: Path, tiny: Settings) -> None
     assert config["training"]["tokens"] == 12 * 4 * 16
     assert config["model"]["max_length"] == 16 and config["threads"] == 1
     with open(tmp_path / "metrics.csv") as file:
-        assert file.readline().strip() == ",".join(metrics.COLUMNS)
+        assert file.readline().strip() == ",".join(metrics.column_names())
     last = rows(tmp_path)[-1]
     assert last["tokens"] == "768" and len(last["batch_hash"]) == 16
     assert run_folder.differences(config, config) == []

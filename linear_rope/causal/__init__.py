@@ -8,28 +8,46 @@ Feature maps, rotation and denominators are somebody else's business (`linear_ro
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from linear_rope.causal import fla as _fla
+from linear_rope.causal import native as _native
 from linear_rope.causal.chunked import chunked
+from linear_rope.causal.native import build_native
+from linear_rope.causal.operator import FusedForm, work_dtype
 from linear_rope.causal.recurrent import recurrent
 from linear_rope.causal.reference import reference
 
-__all__ = ["BACKENDS", "causal_product"]
-
-Form = Callable[
-    [Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None", int], tuple[Tensor, Tensor]
+__all__ = [
+    "BACKENDS",
+    "FORGET",
+    "FUSED",
+    "backends",
+    "build_native",
+    "causal_product",
+    "check_chunk_size",
+    "choose_backend",
+    "work_dtype",
 ]
 
-BACKENDS: dict[str, Form] = {
-    "reference": reference,
-    "chunked": chunked,
-    "recurrent": recurrent,
-}
+PlainForm = Callable[
+    [Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], tuple[Tensor, Tensor]
+]
 
-CHUNK_SIZE = 64
+# Forms of the product alone, in plain torch ...
+PLAIN: dict[str, PlainForm] = {"reference": reference, "recurrent": recurrent}
+
+# ... and forms that can also do the feature map, the rotation and the division in the same pass.
+FUSED: dict[str, FusedForm] = {"chunked": chunked, "native": _native.native, "fla": _fla.fla}
+
+BACKENDS: tuple[str, ...] = ("reference", "chunked", "recurrent", "native", "fla")
+
+logger = logging.getLogger("linear_rope")
 
 # exp(-1000) is 0 in every dtype, so a stronger decay (down to -inf, "forget everything") is the
 # same as this one, and sums and differences of log decays stay finite.
@@ -61,9 +79,10 @@ def causal_product(
             exactly, and nothing of it comes back through rounding.
         state: S_0, (batch, head, features, value width); None is zeros.
         backend: "reference" (quadratic, the judge), "chunked" (to train; differentiable once),
-            "recurrent" (to decode), or "auto": recurrent for a single token, else chunked.
-        chunk_size: tokens a chunk of the chunked form (default 64); the result does not depend on
-            it but for rounding.
+            "recurrent" (to decode), "native" (the chunkwise form in C++, see `build_native`), "fla"
+            (flash-linear-attention's kernels, on a GPU), or "auto", see `choose_backend`.
+        chunk_size: tokens a chunk of the chunkwise forms (default: by shape); the result does not
+            depend on it but for rounding.
 
     Returns:
         (o, S_T): o (batch, head, time, value width) and the final state, both in the inputs' dtype
@@ -81,21 +100,73 @@ def causal_product(
     for x in (q, k, v, log_decay, state):
         if x is not None:
             dtype = torch.promote_types(dtype, x.dtype)
-    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if log_decay is not None:
         log_decay = log_decay.to(dtype).clamp(min=FORGET)
+    if state is not None:
+        state = state.to(dtype)
+    backend = choose_backend(backend, q)
+    if backend in FUSED:
+        if work_dtype(q.dtype) != dtype:  # something else is wider
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        out, state, _ = FUSED[backend](
+            q, k, v, g=log_decay, fresh=fresh, S0=state, chunk=chunk_size or 0
+        )
+        return out, state
+    q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if fresh is not None:
         if log_decay is None:
             log_decay = torch.zeros(q.shape[:3], dtype=dtype, device=q.device)
         log_decay = log_decay.masked_fill(fresh[:, None, :], FORGET)
-    if state is not None:
-        state = state.to(dtype)
+    return PLAIN[backend](q, k, v, log_decay, state)
+
+
+def backends() -> dict[str, str]:
+    """Every backend, and why it cannot be used here, in one sentence; "" if it can.
+
+    It looks for compiled kernels and for a GPU, and compiles only if LINEAR_ROPE_NATIVE=1.
+    """
+    reasons = {"native": _native.why_not(), "fla": _fla.why_not() or ""}
+    return {name: reasons.get(name, "") for name in BACKENDS}
+
+
+def choose_backend(backend: str, q: Tensor) -> str:
+    """The backend meant by "auto": the fastest that is ready for queries like q.
+
+    A single token is recurrent. On a GPU "fla" if it is installed, on a CPU "native" if it is
+    compiled; else "chunked". Nothing is compiled unasked. The logger "linear_rope" says once what
+    was chosen (at level INFO).
+
+    Raises:
+        ValueError: an unknown name.
+    """
     if backend == "auto":
-        backend = "recurrent" if q.shape[-2] == 1 else "chunked"
-    if backend not in BACKENDS:
+        if q.shape[-2] == 1:
+            return "recurrent"
+        backend = _fastest(q.device.type, q.dtype)
+        if not torch.compiler.is_compiling():
+            _say(backend, q.device.type)
+    elif backend not in BACKENDS:
         known = ", ".join(["auto", *BACKENDS])
         raise ValueError(f"backend={backend!r} is unknown; choose one of: {known}")
-    return BACKENDS[backend](q, k, v, log_decay, state, chunk_size or CHUNK_SIZE)
+    return backend
+
+
+def _fastest(device: str, dtype: torch.dtype) -> str:
+    if device == "cuda" and dtype != torch.float64 and _fla_ready():
+        return "fla"
+    if device == "cpu" and _native.is_ready():
+        return "native"
+    return "chunked"
+
+
+@cache
+def _fla_ready() -> bool:
+    return _fla.why_not() is None
+
+
+@cache
+def _say(backend: str, device: str) -> None:
+    logger.info('backend="auto" is %s for tensors on %s', backend, device)
 
 
 def _check(
@@ -162,5 +233,10 @@ def _check(
             f"fresh must be bool of shape (batch, time) = {want_fresh} on {q.device}, "
             f"got {fresh.dtype} of shape {tuple(fresh.shape)} on {fresh.device}"
         )
+    check_chunk_size(chunk_size)
+
+
+def check_chunk_size(chunk_size: int | None) -> None:
+    """Refuses a chunk without a token; None leaves the length to the form."""
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")

@@ -1,388 +1,258 @@
-"""The chunkwise form, with a hand-written backward: linear time, the form that trains.
+"""The chunkwise form in pure torch, fused and with a hand-written backward: the form that trains.
 
 Time is cut into chunks of C tokens. Inside a chunk everything is a small quadratic product, between
-chunks only the state S (M x E) is handed on. In a chunk, with G_i the sum of the log decays from
-the chunk's first token up to token i, and S the state before the chunk:
+chunks only the state S (M x E) is handed on. In a chunk, with q and k the rotated features, G_i the
+sum of the log decays from the chunk's first token up to token i, and S the state before the chunk:
 
     o_i = exp(G_i) q_i S + sum_{j<=i} exp(G_i - G_j) (q_i . k_j) v_j
     S'  = exp(G_C) S + sum_j exp(G_C - G_j) k_j v_j^T
 
 The gradients of q, k, v are products of the same kind, run backward in time with dS handed from
-chunk to chunk. The gradient of the log decay needs no product of its own: scaling the past of token
-t is scaling q_i for i >= t and unscaling k_j for j >= t, so
+chunk to chunk. A denominator is a product with sums of keys, of the features f below the line
+(unrotated or rotated ones):
 
-    dg_t = sum_{i>=t} (q_i . dq_i - k_i . dk_i) + <S', dS'>       (i in the chunk of t)
+    den_i = f(q)_i . z_i,   z_i = exp(G_i) z + sum_{j<=i} exp(G_i - G_j) f(k)_j.
+
+The gradient of the log decay needs no product of its own: scaling the past of token t is scaling
+q_i for i >= t and unscaling k_j for j >= t, so, with all that flows to the features f,
+
+    dg_t = sum_{i>=t} (f(q)_i . df(q)_i - f(k)_i . df(k)_i) + <S', dS'> + <z', dz'>,  i in t's chunk
 
 (the identity behind the gated linear attention kernels, arXiv 2312.06635, appendix C; taken here a
-chunk at a time, so that rounding does not pile up over the sequence).
+chunk at a time, so that rounding does not pile up over the sequence). Nothing flows across the
+beginning of a document.
 
-Memory: the work is done block by block (some thousand rows of some heads), so that what is needed
-for a moment stays in the cache. For the backward pass only the inputs and the state before each
-block are kept; states inside a block are computed again. In all O(T (M + E) + (T / C) M E) or less.
+All of it, from feature map to division, is done block by block (`linear_rope.causal.blocks`) in
+memory that is reused, so that it stays in the cache. For the backward pass only the inputs, the
+output, the denominators and the state before each block are kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from linear_rope.causal.reference import empty_state, widened
+from linear_rope.causal.blocks import plan_of
+from linear_rope.causal.division import FLOAT16_MAX, ROTATED_FLOOR, divisor
+from linear_rope.causal.operator import (
+    empty_gradients,
+    empty_results,
+    make_form,
+    without_autocast,
+)
+from linear_rope.causal.parts import Call, Part
+from linear_rope.elementwise import write_gradient
 
-# Rows (heads x tokens) a block: small enough for its temporaries to be reused while still in the
-# cache, large enough to keep torch's overhead a call small.
-ROWS = 16384
-
-
-def chunked(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor | None, chunk_size: int
-) -> tuple[Tensor, Tensor]:
-    """O(T (C + M) E) time for chunks of C tokens; differentiable once."""
-    out, final, _ = _Chunked.apply(q, k, v, log_decay, state, chunk_size)
-    return out, final
-
-
-class _Chunked(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor | None, chunk_size: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _forward(q, k, v, g, state, chunk_size)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, k, v, g, state, ctx.chunk_size = inputs
-        ctx.has_state = state is not None
-        starts = output[2]
-        ctx.mark_non_differentiable(starts)
-        ctx.save_for_backward(q, k, v, g, starts)
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor, d_final: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, starts = ctx.saved_tensors
-        # A decay that no one trains (a stabilizer's, a document's end) costs no gradient.
-        want_dg = g is not None and ctx.needs_input_grad[3]
-        dq, dk, dv, dg, d_state = _ChunkedBackward.apply(
-            q, k, v, g, starts, d_out, d_final, ctx.chunk_size, want_dg
-        )
-        return dq, dk, dv, (dg if want_dg else None), (d_state if ctx.has_state else None), None
-
-
-class _ChunkedBackward(torch.autograd.Function):
-    """The backward pass as a function of its own, so that a second derivative is refused aloud."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor | None,
-        starts: Tensor,
-        d_out: Tensor,
-        d_final: Tensor,
-        chunk_size: int,
-        want_dg: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return _backward(q, k, v, g, starts, d_out, d_final, chunk_size, want_dg)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RuntimeError(
-            "the chunked form is differentiable once; for second derivatives use "
-            'backend="reference" or backend="recurrent", which are plain torch'
-        )
-
-
-# ---- The blocks ---------------------------------------------------------------------------------
-
-
-def _plan(q: Tensor, chunk_size: int) -> tuple[int, int]:
-    """(chunk length, chunks a block): independent of the batch, so that vmap may fold into it."""
-    heads, length = q.shape[1], q.shape[2]
-    chunk = max(1, min(chunk_size, length))
-    return chunk, max(1, ROWS // (max(1, heads) * chunk))
-
-
-def _blocks(q: Tensor, chunk_size: int) -> list[tuple[int, int, int, int]]:
-    """(start, stop, chunks, chunk length) of each block of time, the short last chunk by itself."""
-    length = q.shape[2]
-    chunk, step = _plan(q, chunk_size)
-    whole = length // chunk
-    blocks = [
-        (n * chunk, min(n + step, whole) * chunk, min(step, whole - n), chunk)
-        for n in range(0, whole, step)
-    ]
-    if rest := length - whole * chunk:
-        blocks.append((whole * chunk, length, 1, rest))
-    return blocks
-
-
-def _empty_starts(q: Tensor, state: Tensor, chunk_size: int) -> Tensor:
-    """Room for the state before each block: (blocks or one more, batch, head, M, E)."""
-    chunk, step = _plan(q, chunk_size)
-    return state.new_empty(q.shape[2] // (chunk * step) + 2, *state.shape)
-
-
-def _groups(q: Tensor) -> Iterator[slice]:
-    """Slices of the batch that go together through a block: many when sequences are short."""
-    batch, heads, length = q.shape[:3]
-    step = max(1, min(batch, ROWS // max(1, heads * length)))
-    return (slice(b, b + step) for b in range(0, batch, step))
-
-
-def _cut(x: Tensor, block: tuple[int, int, int, int]) -> Tensor:
-    """The block's part of (group, head, time, width) as (group, head, chunks, C, width): a view."""
-    start, stop, chunks, length = block
-    return x[:, :, start:stop].unflatten(2, (chunks, length))
-
-
-class _Decay:
-    """The decay factors of a block, each of them at most 1; all None without decay."""
-
-    def __init__(self, g: Tensor | None, block: tuple[int, int, int, int], lower: Tensor) -> None:
-        self.lower = lower  # (C, C) of ones up to the diagonal
-        self.pairs = self.from_start = self.to_end = self.whole = None
-        if g is not None:
-            total = widened(_cut(g.unsqueeze(-1), block).squeeze(-1)).cumsum(-1)  # (g, h, n, C)
-            pairs = (total[..., :, None] - total[..., None, :]).to(g.dtype)
-            # Above the diagonal the exponent is positive and may overflow: cut it before exp.
-            self.pairs = pairs.clamp_(max=0.0).exp_().mul_(lower)  # exp(G_i - G_j), j <= i
-            self.from_start = total.exp().to(g.dtype).unsqueeze(-1)  # exp(G_i)
-            self.to_end = (total[..., -1:] - total).exp().to(g.dtype).unsqueeze(-1)
-            self.whole = total[..., -1:].exp().to(g.dtype).unsqueeze(-1)  # exp(G_C)
-
-    def mask(self, scores: Tensor) -> Tensor:
-        return scores.mul_(self.lower if self.pairs is None else self.pairs)
-
-    @staticmethod
-    def scale(x: Tensor, factor: Tensor | None) -> Tensor:
-        return x if factor is None else x * factor
-
-    def scan(self, first: Tensor, updates: Tensor, reverse: bool = False) -> Tensor:
-        """States (group, head, chunks + 1, M, E): x_0 = first, x_{n+1} = exp(G_C) x_n + updates_n.
-
-        With `reverse` the same from the last chunk to the first: x_n from x_{n+1} and updates_n.
-        """
-        chunks = updates.shape[2]
-        states = updates.new_empty(*updates.shape[:2], chunks + 1, *updates.shape[3:])
-        states[:, :, chunks if reverse else 0] = first
-        for n in reversed(range(chunks)) if reverse else range(chunks):
-            old, new = (n + 1, n) if reverse else (n, n + 1)
-            if self.whole is None:
-                torch.add(states[:, :, old], updates[:, :, n], out=states[:, :, new])
-            else:
-                torch.addcmul(
-                    updates[:, :, n], states[:, :, old], self.whole[:, :, n], out=states[:, :, new]
-                )
-        return states
-
-
-def _lower(q: Tensor, block: tuple[int, int, int, int]) -> Tensor:
-    return torch.ones(block[3], block[3], dtype=q.dtype, device=q.device).tril_()
-
-
-def _without_autocast(q: Tensor) -> torch.autocast:
-    """Inside the operators products keep their inputs' dtype, whatever the caller's autocast."""
-    return torch.autocast(q.device.type, enabled=False)
+__all__ = ["chunked"]
 
 
 # ---- Forward ------------------------------------------------------------------------------------
 
 
-def _forward_kernel(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor | None, chunk_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, final state, and the state before each block (blocks, batch, head, M, E)."""
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    final = empty_state(k, v)
-    if state is not None:
-        final.copy_(state)
-    blocks = _blocks(q, chunk_size)
-    starts = _empty_starts(q, final, chunk_size)
-    with _without_autocast(q):
-        for group in _groups(q):
-            carry = final[group]
-            gg = None if g is None else g[group]
-            for number, block in enumerate(blocks):
-                starts[number, group] = carry
-                _forward_block(q[group], k[group], v[group], gg, carry, out[group], block)
-    return out, final, starts
+def _starts(
+    q: Tensor, k: Tensor, v: Tensor, denominator: str, chunk: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    blocks = plan_of(q, k, v, chunk).total
+    keys = (*k.shape[:2], k.shape[3])
+    return (blocks, *keys, v.shape[3]), (blocks, *keys)
 
 
-def _forward_block(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     g: Tensor | None,
-    carry: Tensor,
-    out: Tensor,
-    block: tuple[int, int, int, int],
-) -> None:
-    """Writes the block's rows of `out` and advances `carry` in place."""
-    qc, kc, vc = _cut(q, block), _cut(k, block), _cut(v, block)
-    decay = _Decay(g, block, _lower(q, block))
+    fresh: Tensor | None,
+    S0: Tensor | None,
+    z0: Tensor | None,
+    phi: str,
+    eps: float,
+    pairing: str,
+    denominator: str,
+    wide: bool,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    starts = _starts(q, k, v, denominator, chunk)
+    out, den, S, z, starts_S, starts_z = empty_results(q, k, v, denominator, wide, starts)
+    plan = plan_of(q, k, v, chunk)
+    call = Call(q, k, v, cos, sin, g, fresh, phi, eps, pairing, denominator, plan, back=False)
+    for state, given in ((S, S0), (z, None if denominator == "none" else z0)):
+        state.zero_() if given is None else state.copy_(given)
+    with without_autocast(q):
+        for part, number, rows in call.parts():
+            starts_S[number, rows] = S[rows]
+            starts_z[number, rows] = z[rows]
+            _forward_block(part, out, den.unsqueeze(-1), S[rows], z[rows])
+    return out, den, S, z, starts_S, starts_z
+
+
+def _forward_block(part: Part, out: Tensor, den: Tensor, S: Tensor, z: Tensor) -> None:
+    """Writes the block's rows of out and den; takes S and z from before the block to after it."""
+    call, fade = part.call, part.fade
     # 1. States between the chunks: what each chunk adds, then the sum over chunks.
-    states = decay.scan(carry, decay.scale(kc, decay.to_end).mT @ vc)
-    # 2. Inside each chunk: the quadratic product, masked and decayed.
-    inside = decay.mask(qc @ kc.mT) @ vc
-    # 3. What came before each chunk, through its state.
-    before = decay.scale(qc, decay.from_start) @ states[:, :, :-1]
-    torch.add(inside, before, out=_cut(out, block))
-    carry.copy_(states[:, :, -1])
+    torch.bmm(part.scaled("k_end", part.tk, fade.end).mT, part.v, out=part.updates)
+    part.S.first.copy_(S)
+    part.S.run(part.whole)
+    S.copy_(part.S.last)
+    # 2. What came before each chunk, through its state; inside it, the masked quadratic product.
+    torch.bmm(part.q, part.before, out=part.num)
+    if fade.start is not None:
+        part.num6.mul_(fade.start)
+    part.num.baddbmm_(part.masked_scores(part.q, part.k), part.v)
+    # 3. The denominator, and the division.
+    target, value = part.of(out), part.num6
+    if not call.divides:
+        target.copy_(value)
+        return
+    q, k = (part.tq, part.tk) if call.signed else (part.fq, part.fk)
+    part.sums.of_keys(k, z)
+    z.copy_(part.sums.z.last)
+    total = torch.mul(q, part.sums.all, out=part.spare_q).sum(-1, keepdim=True)
+    part.of(den).copy_(total)
+    by = divisor(total, call.signed)
+    if target.dtype == value.dtype:
+        torch.div(value, by, out=target)
+        return
+    value.div_(by)
+    if target.dtype == torch.float16:
+        value.clamp_(-FLOAT16_MAX, FLOAT16_MAX)
+    target.copy_(value)
 
 
 # ---- Backward -----------------------------------------------------------------------------------
 
 
-def _backward_kernel(
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     g: Tensor | None,
-    starts: Tensor,
+    fresh: Tensor | None,
+    out: Tensor,
+    den: Tensor,
+    starts_S: Tensor,
+    starts_z: Tensor,
     d_out: Tensor,
-    d_final: Tensor,
-    chunk_size: int,
+    dS: Tensor,
+    dz: Tensor,
+    phi: str,
+    eps: float,
+    pairing: str,
+    denominator: str,
+    chunk: int,
     want_dg: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, log decay (empty if unwanted) and initial state."""
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dg = torch.empty(q.shape[:3] if want_dg else (0,), dtype=q.dtype, device=q.device)
-    d_state = d_final.clone(memory_format=torch.contiguous_format)
-    blocks = _blocks(q, chunk_size)
-    with _without_autocast(q):
-        for group in _groups(q):
-            gg = None if g is None else g[group]
-            dgg = dg[group] if want_dg else None
-            for number in reversed(range(len(blocks))):
-                _backward_block(
-                    (q[group], k[group], v[group], gg, starts[number, group], d_out[group]),
-                    d_state[group],
-                    (dq[group], dk[group], dv[group], dgg),
-                    blocks[number],
-                )
-    return dq, dk, dv, dg, d_state
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    grads = empty_gradients(q, k, v, want_dg)
+    dS0, dz0 = grads[4:]
+    plan = plan_of(q, k, v, chunk, starts_S.shape[0])
+    call = Call(q, k, v, cos, sin, g, fresh, phi, eps, pairing, denominator, plan, back=True)
+    dS0.copy_(dS)
+    dz0.zero_() if denominator == "none" else dz0.copy_(dz)
+    saved = (out, den.unsqueeze(-1), d_out)
+    with without_autocast(q):
+        for part, number, rows in call.parts():
+            start = (starts_S[number, rows], starts_z[number, rows])
+            _backward_block(part, start, saved, (dS0[rows], dz0[rows]), grads)
+    return grads
 
 
 def _backward_block(
-    saved: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor],
-    carry: Tensor,
-    grads: tuple[Tensor, Tensor, Tensor, Tensor | None],
-    block: tuple[int, int, int, int],
+    part: Part,
+    start: tuple[Tensor, Tensor],
+    saved: tuple[Tensor, Tensor, Tensor],
+    carry: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, ...],
 ) -> None:
-    """Writes the block's rows of the gradients; takes dS from after the block to before it."""
-    q, k, v, g, start, d_out = saved
-    dq, dk, dv, dg = grads
-    qc, kc, vc, dc = _cut(q, block), _cut(k, block), _cut(v, block), _cut(d_out, block)
-    decay = _Decay(g, block, _lower(q, block))
-    # 1. The states again, as in the forward pass; their gradients from the last chunk to the first.
-    k_end, q_start = decay.scale(kc, decay.to_end), decay.scale(qc, decay.from_start)
-    states = decay.scan(start, k_end.mT @ vc)
-    d_states = decay.scan(carry, q_start.mT @ dc, reverse=True)
-    before, d_after = states[:, :, :-1], d_states[:, :, 1:]
-    # 2. Values: through the chunk's scores, and through the state after the chunk.
-    scores = decay.mask(qc @ kc.mT)
-    torch.add(scores.mT @ dc, k_end @ d_after, out=_cut(dv, block))
-    # 3. Queries and keys: through the scores' gradient, and through the states.
-    d_scores = decay.mask(torch.matmul(dc, vc.mT, out=scores))
-    d_q = decay.scale(dc @ before.mT, decay.from_start)
-    d_k = decay.scale(vc @ d_after.mT, decay.to_end)
-    torch.add(d_scores @ kc, d_q, out=_cut(dq, block))
-    torch.add(d_scores.mT @ qc, d_k, out=_cut(dk, block))
-    # 4. Log decay: the identity at the top of this file.
-    if dg is not None:
-        row = (qc * _cut(dq, block) - kc * _cut(dk, block)).sum(-1)  # (group, head, chunks, C)
-        from_here = row.flip(-1).cumsum(-1).flip(-1)
-        after = (states[:, :, 1:] * d_after).sum((-2, -1)).unsqueeze(-1)
-        _cut(dg.unsqueeze(-1), block).squeeze(-1).copy_(from_here + after)
-    carry.copy_(d_states[:, :, 0])
+    """Writes the block's rows of the gradients; takes dS and dz from after the block to before."""
+    call, fade, whole = part.call, part.fade, part.whole
+    (S, z), (dS, dz), (dq, dk, dv, dg, *_) = start, carry, grads
+    # 1. Through the division.
+    d_den = _through_division(part, *saved)
+    # 2. The states again, transposed; their gradients from the last chunk to the first.
+    k_end = part.scaled("k_end", part.tk, fade.end)
+    d_start = part.scaled("d_start", part.d6, fade.start)
+    torch.bmm(part.v.mT, k_end, out=part.updates)
+    part.S.first.copy_(S.mT)
+    part.S.run(whole)
+    torch.bmm(part.q.mT, d_start, out=part.d_updates)
+    part.dS.last.copy_(dS)
+    part.dS.run(whole, back=True)
+    dS.copy_(part.dS.first)
+    # 3. Values: through the chunk's scores, and through the state after the chunk.
+    torch.bmm(part.masked_scores(part.q, part.k).mT, part.d, out=part.dv)
+    part.dv.baddbmm_(k_end, part.d_after)
+    part.of(dv).copy_(part.dv6)
+    # 4. Queries and keys: through the scores' gradient, and through the states.
+    d_scores = part.masked_scores(part.d, part.v)
+    torch.bmm(d_scores, part.k, out=part.dq).baddbmm_(d_start, part.before)
+    torch.bmm(d_scores.mT, part.q, out=part.dk)
+    part.dk.baddbmm_(part.scaled("v_end", part.v6, fade.end), part.d_after.mT)
+    # 5. The denominator, of rotated features or of unrotated ones.
+    if call.signed:
+        _through_sums(part, z, dz, d_den, (part.tq, part.tk), (part.dq6, part.dk6))
+    dfq, dfk = part.turned_back()
+    if call.divides and not call.signed:
+        _through_sums(part, z, dz, d_den, (part.fq, part.fk), (dfq, dfk))
+    # 6. Log decay: the identity at the top of this file.
+    if dg.ndim > 1:
+        _write_dg(part, dfq, dfk, dg)
+    # 7. Through the feature map.
+    write_gradient(call.phi, call.eps, part.fq, dfq, part.of(dq))
+    write_gradient(call.phi, call.eps, part.fk, dfk, part.of(dk))
 
 
-# ---- torch.func.vmap: one more batch dimension, folded into the batch ----------------------------
+def _through_division(part: Part, out: Tensor, den: Tensor, d_out: Tensor) -> Tensor:
+    """The numerators' gradients, in part.d6; returns those of the denominators."""
+    call, given, d = part.call, part.of(d_out), part.d6
+    if not call.divides:
+        return d.copy_(given)
+    total, y = part.of(den), part.of(out)
+    torch.div(given, divisor(total, call.signed), out=d)
+    if y.dtype == torch.float16:  # no gradient where the output was clamped
+        d.masked_fill_(y.abs() >= FLOAT16_MAX, 0.0)
+    d_den = torch.mul(d, y, out=part.spare_v).sum(-1, keepdim=True).neg_()
+    return d_den.masked_fill_(total.abs() < ROTATED_FLOOR, 0.0) if call.signed else d_den
 
 
-def _fold(x: Any, dim: int | None, size: int, batch_axis: int = 0) -> Any:
-    if not isinstance(x, Tensor):
-        return x
-    x = (
-        x.unsqueeze(batch_axis).expand(*x.shape[:batch_axis], size, *x.shape[batch_axis:])
-        if dim is None
-        else x.movedim(dim, batch_axis)
-    )
-    return x.flatten(batch_axis, batch_axis + 1)
+def _through_sums(
+    part: Part,
+    z: Tensor,
+    dz: Tensor,
+    d_den: Tensor,
+    features: tuple[Tensor, Tensor],
+    grads: tuple[Tensor, Tensor],
+) -> None:
+    """Adds to the features' gradients what flows through the denominators; takes dz back."""
+    (q, k), (dq, dk), sums = features, grads, part.sums
+    sums.of_keys(k, z)
+    dq.addcmul_(sums.all, d_den)
+    weighed = torch.mul(q, d_den, out=part.spare_q)
+    if part.call.groups > 1:
+        weighed = weighed.sum(3, keepdim=True)
+    sums.of_queries(weighed, dz)
+    dz.copy_(sums.dz.first)
+    dk.add_(sums.all)
 
 
-def _forward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    size = info.batch_size
-    out, final, starts = _forward(*(_fold(a, d, size) for a, d in zip(args, in_dims, strict=True)))
-    return (
-        out.unflatten(0, (size, -1)),
-        final.unflatten(0, (size, -1)),
-        starts.unflatten(1, (size, -1)),
-    ), (0, 0, 1)
+def _write_dg(part: Part, dfq: Tensor, dfk: Tensor, dg: Tensor) -> None:
+    """dg of the block from all that flows to the features."""
+    fade = part.fade
+    row = torch.mul(part.fq, dfq, out=part.spare_q).sum((3, 5))  # (n, rows, K, C)
+    row -= torch.mul(part.fk, dfk, out=part.spare_k).sum((3, 5))
+    steps = part.updates.view(part.S.after.shape)
+    through = torch.mul(part.S.after, part.dS.after.mT, out=steps).sum((-2, -1))
+    if part.call.divides:
+        through += part.sums.through_ends()
+    d = (row[..., None, None, :] @ fade.sees).mT  # sums over i >= t: (n, rows, K, 1, C, 1)
+    after = through[..., None, None, None]
+    d += after if fade.last is None else after * fade.last
+    if part.fresh is not None:  # a first token: nothing is before it that its decay scales
+        d.masked_fill_(part.fresh, 0.0)
+    part.of(dg.unsqueeze(-1)).copy_(d)
 
 
-def _backward_vmap(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-    size, starts = info.batch_size, 4  # position of `starts`, whose batch axis is the second
-    folded = [
-        _fold(a, d, size, batch_axis=int(i == starts))
-        for i, (a, d) in enumerate(zip(args, in_dims, strict=True))
-    ]
-    grads = _backward(*folded)
-    want_dg = args[-1]
-    return tuple(
-        g.unflatten(0, (size, -1)) if i != 3 or want_dg else g for i, g in enumerate(grads)
-    ), tuple(0 if i != 3 or want_dg else None for i in range(5))
-
-
-# ---- Operators: opaque to compilers, which need to know the shapes only --------------------------
-
-
-def _forward_fake(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None, state: Tensor | None, chunk_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    final = empty_state(k, v)
-    out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    return out, final, _empty_starts(q, final, chunk_size)
-
-
-def _backward_fake(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    starts: Tensor,
-    d_out: Tensor,
-    d_final: Tensor,
-    chunk_size: int,
-    want_dg: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    dg = torch.empty(q.shape[:3] if want_dg else (0,), dtype=q.dtype, device=q.device)
-    return dq, dk, dv, dg, d_final.new_empty(d_final.shape)
-
-
-def _operator(name: str, kernel: Any, fake: Any, vmap: Any) -> Any:
-    """Registers a torch operator. `torch.library.custom_op` does the same with one line less, but
-    loads the whole compiler at the first call (two seconds)."""
-    schema = name + torch.library.infer_schema(kernel, mutates_args=())
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"linear_rope::{name}", fake, lib=_LIBRARY)
-    torch.library.register_vmap(f"linear_rope::{name}", vmap, lib=_LIBRARY)
-    return getattr(torch.ops.linear_rope, name)
-
-
-_LIBRARY = torch.library.Library("linear_rope", "FRAGMENT")
-_forward = _operator("chunked_forward", _forward_kernel, _forward_fake, _forward_vmap)
-_backward = _operator("chunked_backward", _backward_kernel, _backward_fake, _backward_vmap)
+chunked = make_form("chunked", _forward, _backward, _starts)

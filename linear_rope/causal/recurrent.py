@@ -9,7 +9,7 @@ from linear_rope.causal.reference import empty_state, reference
 
 
 def recurrent(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor | None, chunk_size: int
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """S_t = exp(g_t) S_{t-1} + k_t v_t^T;  o_t = q_t S_t.
 
@@ -17,7 +17,7 @@ def recurrent(
     use the chunkwise form to train.
     """
     if q.shape[-2] == 0:  # no step to take: this keeps the graph, and hands back a state of its own
-        return reference(q, k, v, log_decay, state, chunk_size)
+        return reference(q, k, v, log_decay, state)
     S = empty_state(k, v) if state is None else state
     decay = None if log_decay is None else log_decay.exp()[..., None, None]
     rows = []

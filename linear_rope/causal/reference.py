@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor | None, chunk_size: int
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """O(T^2) time and memory; plain torch, so it can be differentiated any number of times."""
     scores = (q @ k.mT).tril()  # (B, H, T, T): query i sees keys j <= i

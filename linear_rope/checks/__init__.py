@@ -12,7 +12,7 @@ Whatever else a check needs is passed by keyword, if the module's forward has a 
 name; if not, the check is skipped, which is not passed:
 
     positions      (batch, time) int64       the position of every token
-    key_mask       (batch, time) bool        True at real tokens, False at padding
+    key_mask       (batch, time) bool        True at real tokens of this call, False at padding
     segment_ids    (batch, time) int64       documents in one row, counted from 1
     cu_seqlens     (documents + 1,) int32    the same as limits, for a batch of 1
     state          what an earlier call returned, to continue it
@@ -32,13 +32,8 @@ The module itself is never touched: everything happens on copies, in evaluation 
 unless the check is about something else, with inputs from a generator of their own.
 """
 
-from linear_rope.checks.invariants import (
-    check_causal,
-    check_packing,
-    check_padding,
-    check_relative,
-    check_streaming,
-)
+from linear_rope.checks.batches import check_packing, check_padding
+from linear_rope.checks.invariants import check_causal, check_relative, check_streaming
 from linear_rope.checks.numerics import check_gradients, check_precision
 from linear_rope.checks.report import Report, Reports
 from linear_rope.checks.suite import CHECKS, check_all

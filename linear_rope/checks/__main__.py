@@ -85,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "(module, example input) or (module, example input, options of check_all)",
     )
     parser.add_argument("--length", type=int, help="time of the inputs (default 12)")
+    parser.add_argument("--max-length", type=int, help="positions that the module has")
     parser.add_argument("--batch", type=int, help="rows of the inputs (default 2)")
     parser.add_argument("--seed", type=int, help="of the module and the inputs (default 0)")
     parser.add_argument(
@@ -110,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.path.insert(0, os.getcwd())
         torch.manual_seed(given.seed or 0)
         module, example, options = load(given.module)
-        for name in ("length", "batch", "seed"):
+        for name in ("length", "max_length", "batch", "seed"):
             if getattr(given, name) is not None:
                 options[name] = getattr(given, name)
         if names:

@@ -43,9 +43,9 @@ def check_precision(
 ) -> Report:
     """The module in low precision gives what a float64 run of the same weights gives.
 
-    Also at positions from 2000 on, if it takes `positions`: angles formed in half precision are off
-    by whole radians there. At the larger scales of a float input it only has to stay finite where
-    float64 is and the dtype could hold the result.
+    Also at positions from 2000 on (or the last ones before `max_length`), if it takes `positions`:
+    angles formed in half precision are off by whole radians there. At the larger scales of a float
+    input it only has to stay finite where float64 is and the dtype could hold the result.
 
     Args:
         dtypes: the module is converted to each. autocast: and, in float32, run under autocast to
@@ -67,7 +67,10 @@ def check_precision(
         order = torch.arange(subject.length, device=subject.device).expand(subject.batch, -1)
         places: list[tuple[str, dict[str, Tensor]]] = [("", {})]
         if "positions" in subject.names:
-            places.append((f" at positions from {FAR} on", {"positions": order + FAR}))
+            far = FAR
+            if subject.max_length is not None:
+                far = min(FAR, subject.max_length - subject.length)
+            places.append((f" at positions from {far} on", {"positions": order + far}))
         for dtype, automatic in modes:
             name = f"{str(dtype).removeprefix('torch.')}{' autocast' if automatic else ''}"
             base = torch.float32 if automatic else dtype

@@ -15,12 +15,14 @@ from linear_rope.checks.report import Report, Skip, Tally, root_mean_square
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ARGUMENTS", "Options", "Subject", "conduct"]
+__all__ = ["ARGUMENTS", "NEW_TOKENS", "Options", "Subject", "conduct"]
 
 ARGUMENTS = ("positions", "key_mask", "segment_ids", "cu_seqlens", "state", "return_state")
 
 # Splits such as [5, 7] and [4, 1, 1, 6] need some room.
 SHORTEST = 8
+# How many tokens follow after a padded call.
+NEW_TOKENS = 3
 
 
 class Options(TypedDict, total=False):
@@ -34,6 +36,7 @@ class Options(TypedDict, total=False):
         them if it has **arguments).
     names: the module's words for the arguments, {"key_mask": "attention_mask"}; None for one that
         must not be used, {"positions": None}.
+    max_length: how many positions the module has (a learned table, say); default None: no limit.
     explicit_positions: also pass `positions` where a state, a mask or documents are, for modules
         that count nothing themselves (default False: they must count).
     seed: of the inputs (default 0).
@@ -43,6 +46,7 @@ class Options(TypedDict, total=False):
     length: int
     call: Callable[..., Any] | None
     names: Mapping[str, str | None] | None
+    max_length: int | None
     explicit_positions: bool
     seed: int
 
@@ -75,6 +79,7 @@ class Subject:
         length: int = 12,
         call: Callable[..., Any] | None = None,
         names: Mapping[str, str | None] | None = None,
+        max_length: int | None = None,
         explicit_positions: bool = False,
         seed: int = 0,
     ) -> None:
@@ -87,7 +92,13 @@ class Subject:
             raise ValueError(f"batch={batch} must be at least 2: rows are checked for leaks too")
         if length < SHORTEST:
             raise ValueError(f"length={length} must be at least {SHORTEST}, to be split")
+        if max_length is not None and max_length < length + NEW_TOKENS:
+            raise ValueError(
+                f"max_length={max_length} must be at least length + {NEW_TOKENS} = "
+                f"{length + NEW_TOKENS}, the positions that the checks use; give a smaller length="
+            )
         self.original, self.batch, self.length = module, batch, length
+        self.max_length = max_length
         self.explicit_positions, self.seed = explicit_positions, seed
         self.generator = torch.Generator().manual_seed(seed)
         self.call = call
@@ -162,6 +173,10 @@ class Subject:
         if rest is None:
             raise Skip("takes a state argument but returns no state; see call=")
         return out, rest
+
+    def reaches(self, position: int) -> bool:
+        """Whether the module has that position."""
+        return self.max_length is None or position < self.max_length
 
     def positions(self, positions: Tensor) -> dict[str, Any]:
         """`positions` as an argument, if they are to be explicit."""

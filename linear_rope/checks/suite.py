@@ -7,13 +7,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from linear_rope.checks.invariants import (
-    check_causal,
-    check_packing,
-    check_padding,
-    check_relative,
-    check_streaming,
-)
+from linear_rope.checks.batches import check_packing, check_padding
+from linear_rope.checks.invariants import check_causal, check_relative, check_streaming
 from linear_rope.checks.numerics import check_gradients, check_precision
 from linear_rope.checks.report import Report, Reports
 from linear_rope.checks.subject import Options

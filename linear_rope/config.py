@@ -1,0 +1,156 @@
+"""The sizes and choices of a model in one value, checked when it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from linear_rope.arguments import DECAYS, DENOMINATORS, ROTATE, check_choices
+from linear_rope.causal import BACKENDS
+from linear_rope.feature_maps import FEATURE_MAPS
+from linear_rope.rotary import PAIRINGS
+from linear_rope.rotary_variants import make_rotary
+
+__all__ = ["ATTENTION", "POSITIONS", "Config"]
+
+ATTENTION = ("linear", "softmax")
+POSITIONS = ("none", "sinusoidal", "learned", "rotary", "cosformer")
+EXPANDED = tuple(name for name in FEATURE_MAPS if name.endswith("-expand"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes and choices of a model; checked when it is made.
+
+    Args:
+        vocab_size, dim, layers, heads: sizes; `heads` divides `dim`.
+        attention: "linear" (`RotaryLinearAttention`) or "softmax" (`SoftmaxAttention`).
+        kv_heads, feature_map, features, redraw_interval, rotate, denominator, output_norm,
+            qk_norm, decay, rotary_base, rotary_fraction, rotary_scaling, pairing, backend,
+            chunk_size: see `RotaryLinearAttention`; rotary_scaling is a text or None here, so that
+            a config can be saved.
+        position: "rotary" (inside attention, as `rotate` says), "cosformer" (the same, for the
+            re-weighting of `CosFormer`: an expanded feature map, denominator="rotated"),
+            "sinusoidal" or "learned" (added to the embeddings), or "none".
+        max_length: rows of the table of position="learned", or L of "cosformer"; nothing else has
+            a longest length.
+        mlp_ratio: hidden width of the feed-forward layer over `dim`.
+        dropout: on embeddings, attention output and feed-forward output.
+        bias: in the linear layers. tie_embeddings: the output layer is the embedding.
+    """
+
+    vocab_size: int = 256
+    dim: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int | None = None
+    attention: str = "linear"
+    feature_map: str = "elu+1"
+    features: int | None = None
+    redraw_interval: int | None = None
+    position: str = "rotary"
+    rotate: str = "after"
+    denominator: str = "unrotated"
+    output_norm: bool = False
+    qk_norm: bool = False
+    decay: str = "none"
+    rotary_base: float = 10000.0
+    rotary_fraction: float = 1.0
+    rotary_scaling: str | None = None
+    pairing: str = "interleaved"
+    max_length: int | None = None
+    mlp_ratio: float = 4.0
+    dropout: float = 0.0
+    bias: bool = False
+    tie_embeddings: bool = True
+    backend: str = "auto"
+    chunk_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "dim", "layers", "heads", "max_length"):
+            value = getattr(self, name)
+            if name == "max_length" and value is None:
+                continue
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+        check_choices(
+            attention=(self.attention, ATTENTION),
+            feature_map=(self.feature_map, FEATURE_MAPS),
+            position=(self.position, POSITIONS),
+            rotate=(self.rotate, ROTATE),
+            denominator=(self.denominator, DENOMINATORS),
+            decay=(self.decay, DECAYS),
+            pairing=(self.pairing, PAIRINGS),
+            backend=(self.backend, ("auto", *BACKENDS)),
+        )
+        if self.dim % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide dim={self.dim}; choose a divisor")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
+        if int(self.dim * self.mlp_ratio) < 1:
+            raise ValueError(
+                f"mlp_ratio={self.mlp_ratio} must leave the feed-forward layer at least one unit"
+            )
+        if self.attention == "softmax" and self.decay != "none":
+            raise ValueError(
+                f"decay={self.decay!r} needs attention='linear'; softmax attention has no state"
+            )
+        given = [n for n in ("features", "redraw_interval") if getattr(self, n) is not None]
+        if given and (self.attention == "softmax" or not self.feature_map.startswith("favor")):
+            raise ValueError(
+                f"{' and '.join(given)} only fit a random feature map (favor+, favor+relu), got "
+                f"attention={self.attention!r} and feature_map={self.feature_map!r}; omit them"
+            )
+        if self.rotary_scaling is not None:
+            if self.position != "rotary":
+                raise ValueError(
+                    f"rotary_scaling={self.rotary_scaling!r} needs position='rotary', got "
+                    f"{self.position!r}; omit it"
+                )
+            if not isinstance(self.rotary_scaling, str):
+                raise ValueError(
+                    f"rotary_scaling={self.rotary_scaling!r} must be a text in a config, such as "
+                    "'yarn:factor=4,original_length=2048'"
+                )
+            make_rotary(4, self.rotary_base, scaling=self.rotary_scaling)  # refuses what it must
+        if self.position == "learned" and self.max_length is None:
+            raise ValueError(
+                "position='learned' needs max_length, the number of positions in its table"
+            )
+        if self.position == "cosformer":
+            self._check_cosformer()
+
+    def _check_cosformer(self) -> None:
+        if self.max_length is None:
+            raise ValueError(
+                "position='cosformer' needs max_length, the positions over which its weights fall "
+                "from 1 to 0"
+            )
+        for name, value, wanted in (
+            ("attention", self.attention, ("linear",)),
+            ("feature_map", self.feature_map, EXPANDED),
+            ("rotate", self.rotate, ("after",)),
+            ("denominator", self.denominator, ("rotated",)),
+        ):
+            if value not in wanted:
+                choice = " or ".join(f"{name}={w!r}" for w in wanted)
+                raise ValueError(
+                    f"position='cosformer' re-weights non-negative features and divides by their "
+                    f"sum: use {choice}, got {value!r}"
+                )
+        make_rotary(4, self.rotary_base, self.rotary_fraction, self.pairing, self.rotation)
+
+    @property
+    def rotation(self) -> str | None:
+        """What the attention layers take as `rotary_scaling`."""
+        if self.position == "cosformer":
+            return f"cosformer:max_length={self.max_length}"
+        return self.rotary_scaling
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Config:
+        """The config saved as a dict; unknown keys are refused by name."""
+        unknown = sorted(set(values) - {field.name for field in fields(cls)})
+        if unknown:
+            raise ValueError(f"unknown config keys: {', '.join(unknown)}")
+        return cls(**values)

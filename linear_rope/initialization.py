@@ -1,0 +1,44 @@
+"""Initial values: each parameter from a generator of its own, seeded by (seed, its name)."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import nn
+
+from linear_rope.attention import GATE_BIAS
+from linear_rope.feature_maps import Hedgehog, RandomFeatures
+from linear_rope.rotary_variants import LearnedRotary
+
+__all__ = ["EMBEDDING_STD", "initialize"]
+
+EMBEDDING_STD = 0.02
+
+
+def initialize(model: nn.Module, seed: int, layers: int) -> None:
+    """Draw every parameter anew; what is drawn is said at `LanguageModel.initialize`."""
+    depth = (2 * layers) ** 0.5
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if isinstance(module, RandomFeatures):
+                module.reset(_seed(seed, name))
+            elif isinstance(module, nn.LayerNorm | nn.RMSNorm | LearnedRotary | Hedgehog):
+                module.reset_parameters()
+            elif isinstance(module, nn.Linear | nn.Embedding):
+                std = EMBEDDING_STD
+                if isinstance(module, nn.Linear):
+                    residual = name.endswith(("attention.out", "down"))
+                    std = module.in_features**-0.5 / (depth if residual else 1.0)
+                    if module.bias is not None:
+                        module.bias.fill_(GATE_BIAS if name.endswith(".gate") else 0.0)
+                generator = torch.Generator().manual_seed(_seed(seed, name))
+                drawn = torch.randn(
+                    module.weight.shape, generator=generator, dtype=torch.float32, device="cpu"
+                )
+                module.weight.copy_(drawn * std)
+
+
+def _seed(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 2  # 62 bits

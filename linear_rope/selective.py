@@ -1,0 +1,372 @@
+"""Selective rotation: each token says how far the clock of the rotation moves.
+
+    a_t = temperature * gate_t * (conv(W x^)_t + exp(beta))       angle increment, a pair and head
+    phase_t = a_1 + ... + a_t      and queries and keys of token t turn by phase_t
+
+so that a query at m and a key at n differ by the increments between them, a_{n+1} + ... + a_m.
+Constant increments are fixed RoPE (with positions counted from 1).
+
+Source: Movahedi et al. 2025, "Selective Rotary Position Embedding", arXiv 2511.17388, and its
+authors' implementation, which settles what the text leaves open.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from linear_rope.mixing import ShortConvolution
+from linear_rope.rotary import boundaries, rotate
+from linear_rope.scaling import powers
+
+__all__ = ["GATES", "TEMPERATURES", "GivenRotation", "SelectiveRotation", "SelectiveState"]
+
+GATES = ("none", "head", "pair")
+TEMPERATURES = ("rope", "random-features")
+
+# Standard deviation of the projections at the start, as in the authors' models.
+STD = 0.02
+
+# Added to squared norms, so that an input of 0 has a direction (none) and a gradient.
+NORM_EPS = 1e-6
+
+# A turn in the integers that phases are summed in. Sums that overflow do so at 2^64, a multiple of
+# a turn, and stay right.
+TURN = 2.0**62
+
+
+class SelectiveState(NamedTuple):
+    """The past of a selective rotation, constant in size."""
+
+    phase: Tensor  # (batch, head, pairs) float64, radians in [0, 2 pi]: of the last token
+    recent: Tensor  # (batch, width - 1, head * pairs): the convolution's last inputs
+
+    def detach(self) -> SelectiveState:
+        return SelectiveState(*(x.detach() for x in self))
+
+    def clone(self) -> SelectiveState:
+        return SelectiveState(*(x.clone() for x in self))
+
+    def to(self, *args: Any, **kwargs: Any) -> SelectiveState:
+        """As `Tensor.to`, but the phase stays float64: in bfloat16 it would be another angle."""
+        recent = self.recent.to(*args, **kwargs)
+        return SelectiveState(self.phase.to(recent.device), recent)
+
+    def index_select(self, rows: Tensor) -> SelectiveState:
+        return SelectiveState(*(x.index_select(0, rows) for x in self))
+
+
+torch.serialization.add_safe_globals([SelectiveState])
+
+
+@dataclass(frozen=True)
+class GivenRotation:
+    """A rotation whose tables are given: what `linear_attention` takes as `rotary`.
+
+    Positions are ignored: the tables hold an angle a token.
+
+    Args:
+        cos, sin: (batch, key head, time, pairs). Vectors with more heads share them in groups, as
+            `linear_attention` groups query heads.
+        pairing: see `Rotary`.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    pairing: str = "interleaved"
+
+    @property
+    def width(self) -> int:
+        return 2 * self.cos.shape[-1]
+
+    def __call__(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Rotate x (batch, head, time, width)."""
+        groups = x.shape[1] // self.cos.shape[1]
+        if x.ndim != 4 or x.shape[1] % self.cos.shape[1] or x.shape[2] != self.cos.shape[2]:
+            raise ValueError(
+                f"x of shape {tuple(x.shape)} does not fit tables of shape "
+                f"{tuple(self.cos.shape)} (batch, key head, time, pairs)"
+            )
+        cos, sin = self.cos, self.sin
+        if groups > 1:
+            cos, sin = cos.repeat_interleave(groups, 1), sin.repeat_interleave(groups, 1)
+        return rotate(x, cos, sin, self.pairing)
+
+
+class SelectiveRotation(nn.Module):
+    """Angles from the input, (batch, time, dim) -> cos and sin (batch, head, time, pairs).
+
+    1. x^: x cut into `heads` slices, each divided by its Euclidean norm.
+    2. W x^: one number a head and pair, by a product of two matrices (dim -> rank -> heads * pairs)
+       or, with rank=None, a matrix a head from its own slice, of unit columns times a learned
+       number.
+    3. A causal convolution over time, `kernel` tokens wide, a filter a head and pair.
+    4. With bias: plus exp(beta), positive: the part that does not depend on the input.
+    5. With a gate: times sigmoid(W_g x^ + b), a number a head, or a head and pair.
+    6. Times a fixed temperature a pair: for width = 2 * pairs
+       "rope": temperature_max * theta^(-2j/width), theta 500000 by default;
+       "random-features": tan(t_j / 2), t from 0 to theta * pi in equal steps (0 < theta < 1, 0.5 by
+       default), scaled to a maximum of temperature_max: the frequencies of random features; pair 0
+       never turns.
+    7. Summed over time: the phase.
+
+    **Precision.** Increments are formed in float32 at least, whatever the input and autocast, and
+    summed exactly, as integers of 2^-62 turns, which wrap around with the angle. So an angle is off
+    by the float64 rounding of the increments and no more, 1e-16 of the way it has come: after 10^6
+    tokens as precise as that of `Rotary`. The state holds phases in [0, 2 pi], in float64, and
+    gradients run through a sum in float64. Parameters stay float32 at least, also after `.half()`
+    or `.to(torch.bfloat16)`, as those of `LearnedRotary`.
+
+    **At the start.** Projections are normal of standard deviation 0.02 (full rank: columns of unit
+    norm), beta and the gate's bias are 0, as in the authors' models. They draw the convolution from
+    the same distribution, which makes increments of 1e-4 rad and less; here it starts as the
+    identity (see `ShortConvolution`), and increments are some 3e-3 rad. So without bias the
+    rotation starts as almost none, with it (and no gate) as fixed RoPE of base theta: exp(0) = 1.
+
+    Args:
+        dim: width of x, a multiple of heads.
+        heads: key heads: each has its angles, which its query heads share.
+        pairs: features that turn, over 2 (after a feature map: half of its features).
+        rank: of the projection, or None for the full one. kernel: tokens the convolution sees.
+        gate: "none", "head" or "pair" (through `rank`, or 16). bias: whether there is exp(beta).
+        temperature, theta, temperature_max: see 6.
+
+    Raises:
+        ValueError: sizes and names that do not fit.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        pairs: int,
+        *,
+        rank: int | None = 16,
+        kernel: int = 4,
+        gate: str = "none",
+        bias: bool = False,
+        temperature: str = "rope",
+        theta: float | None = None,
+        temperature_max: float = 1.0,
+    ) -> None:
+        super().__init__()
+        sizes = {"dim": dim, "heads": heads, "pairs": pairs, "kernel": kernel}
+        for name, size in (sizes if rank is None else {**sizes, "rank": rank}).items():
+            if size < 1:
+                raise ValueError(f"{name}={size} must be at least 1")
+        if dim % heads:
+            raise ValueError(
+                f"heads={heads} does not divide dim={dim}: each head reads its slice of the input"
+            )
+        for name, choice, known in (
+            ("gate", gate, GATES),
+            ("temperature", temperature, TEMPERATURES),
+        ):
+            if choice not in known:
+                raise ValueError(f"{name}={choice!r} is unknown; choose one of: {', '.join(known)}")
+        if theta is None:
+            theta = 500000.0 if temperature == "rope" else 0.5
+        if not (theta >= 1.0 if temperature == "rope" else 0.0 < theta < 1.0):
+            raise ValueError(
+                f"theta={theta} does not fit temperature={temperature!r}: it must be at least 1 "
+                "for 'rope', within (0, 1) for 'random-features'"
+            )
+        if not 0.0 < temperature_max < math.inf:
+            raise ValueError(f"temperature_max={temperature_max} must be positive")
+        if temperature == "random-features" and pairs < 2:
+            raise ValueError("temperature='random-features' needs 2 pairs: the first never turns")
+        self.dim, self.heads, self.pairs, self.kernel = dim, heads, pairs, kernel
+        self.temperature, self.theta, self.temperature_max = temperature, theta, temperature_max
+
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, dtype=dtype))
+
+        out = heads * pairs
+        self.down = self.up = self.full = self.scale = None
+        if rank is None:
+            self.full, self.scale = parameter(heads, dim // heads, pairs), parameter(heads)
+        else:
+            self.down, self.up = parameter(rank, dim), parameter(out, rank)
+        self.convolution = ShortConvolution(out, kernel).to(dtype)
+        self.beta = parameter(heads, pairs) if bias else None
+        self.gate_down = parameter(rank or 16, dim) if gate == "pair" else None
+        self.gate_up = self.gate_bias = None
+        if gate != "none":
+            gates = heads if gate == "head" else out
+            self.gate_up = parameter(gates, dim if gate == "head" else rank or 16)
+            self.gate_bias = parameter(gates)
+        self.reset_parameters()
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """The start described above; `generator` (on the CPU) draws, or torch's global one."""
+        with torch.no_grad():
+            for weight in (self.down, self.up, self.full, self.gate_down, self.gate_up):
+                if weight is not None and not weight.is_meta:
+                    weight.copy_(STD * torch.randn(weight.shape, generator=generator, device="cpu"))
+            for zero in (self.beta, self.gate_bias):
+                if zero is not None:
+                    zero.zero_()
+            if self.scale is not None:
+                self.scale.fill_(1.0)
+            self.convolution.reset_parameters()
+
+    def temperatures(self, device: torch.device | str | None = None) -> Tensor:
+        """(pairs,) float64: radians that a pair turns for an increment of 1."""
+        if self.temperature == "rope":
+            return self.temperature_max * powers(self.theta, 2 * self.pairs, device)
+        t = torch.linspace(0, self.theta * math.pi, self.pairs, dtype=torch.float64, device=device)
+        tangent = (t / 2).tan()  # sqrt((1 - cos t) / (1 + cos t))
+        return self.temperature_max * tangent / tangent[-1]
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        state: SelectiveState | None = None,
+        return_state: bool = False,
+    ) -> Any:  # (cos, sin), or (cos, sin, SelectiveState) with return_state
+        """The tables of this input.
+
+        Args:
+            x: (batch, time, dim).
+            key_mask: (batch, time) bool, True at real tokens. Pads advance nothing.
+            segment_ids: (batch, time), a document a run of one id (`resolve_segments`): each starts
+                with phase 0; the first goes on from a state.
+            state: of an earlier call, to continue; return_state: also return the new one.
+
+        Returns:
+            cos, sin: (batch, head, time, pairs) in x's dtype, at least float32, for
+            `linear_rope.rotate` or `GivenRotation`; and the state.
+
+        Raises:
+            ValueError: shapes or dtypes that do not fit.
+        """
+        self._check(x, state)
+        home, dtype = x.device, torch.promote_types(x.dtype, torch.float32)
+        with torch.autocast("cpu" if home.type == "meta" else home.type, enabled=False):
+            steps, recent = self._increments(x, key_mask, segment_ids, state)
+            start = None if state is None else state.phase
+            phase, last = _running_sum(steps, start, segment_ids)
+            phase = phase.transpose(1, 2)
+            cos, sin = phase.cos().to(home, dtype), phase.sin().to(home, dtype)
+        return (cos, sin, SelectiveState(last, recent)) if return_state else (cos, sin)
+
+    def _increments(
+        self,
+        x: Tensor,
+        key_mask: Tensor | None,
+        segment_ids: Tensor | None,
+        state: SelectiveState | None,
+    ) -> tuple[Tensor, Tensor]:
+        """a_t, (batch, time, head, pairs) float64, and what the convolution leaves behind."""
+        # 1. Slices of unit norm.
+        wide = torch.promote_types(x.dtype, self.convolution.weight.dtype)
+        slices = x.to(wide).unflatten(-1, (self.heads, -1))
+        slices = slices * (slices.square().sum(-1, keepdim=True) + NORM_EPS).rsqrt()
+        unit = slices.flatten(2)
+        # 2. A number a head and pair.
+        if self.full is not None and self.scale is not None:
+            columns = F.normalize(self.full, dim=1) * self.scale[:, None, None]
+            number = torch.einsum("bthi,hip->bthp", slices, columns.to(wide)).flatten(2)
+        else:
+            assert self.down is not None and self.up is not None
+            number = F.linear(F.linear(unit, self.down.to(wide)), self.up.to(wide))
+        # 3. The convolution.
+        number, recent = self.convolution(
+            number,
+            key_mask=key_mask,
+            segment_ids=segment_ids,
+            state=None if state is None else state.recent,
+            return_state=True,
+        )
+        # Apple's GPUs have no float64: from here on the CPU works for them.
+        work = torch.device("cpu") if x.device.type == "mps" else x.device
+        steps = number.to(work, torch.float64).unflatten(-1, (self.heads, self.pairs))
+        # 4. - 6. Bias, gate, temperature.
+        if self.beta is not None:
+            steps = steps + self.beta.to(work, torch.float64).exp()
+        if self.gate_up is not None and self.gate_bias is not None:
+            inner = unit if self.gate_down is None else F.linear(unit, self.gate_down.to(wide))
+            gate = F.linear(inner, self.gate_up.to(wide), self.gate_bias.to(wide)).sigmoid()
+            steps = steps * gate.to(work, torch.float64).unflatten(-1, (self.heads, -1))
+        steps = steps * self.temperatures(work)
+        if key_mask is not None:  # a pad is no step in time
+            steps = steps.masked_fill(~key_mask.to(work)[:, :, None, None], 0.0)
+        return steps, recent
+
+    def _check(self, x: Tensor, state: SelectiveState | None) -> None:
+        if x.ndim != 3 or x.shape[-1] != self.dim or not x.is_floating_point():
+            raise ValueError(
+                f"x must be floating-point of shape (batch, time, {self.dim}), got {x.dtype} of "
+                f"shape {tuple(x.shape)}"
+            )
+        if state is None:
+            return
+        want = (x.shape[0], self.heads, self.pairs)
+        if not isinstance(state, SelectiveState) or state.phase.shape != want:
+            got = type(state).__name__
+            if isinstance(state, SelectiveState):
+                got = f"phases of shape {tuple(state.phase.shape)}"
+            raise ValueError(
+                f"state must be the SelectiveState that this module returned, with phases of shape "
+                f"(batch, head, pairs) = {want}, got {got}"
+            )
+        if state.phase.dtype != torch.float64:
+            raise ValueError(
+                f"state.phase must be float64, got {state.phase.dtype}: angles would be lost; use "
+                "state.to(), which keeps it"
+            )
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.dim}, heads={self.heads}, pairs={self.pairs}, "
+            f"temperature={self.temperature!r}, theta={self.theta}"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SelectiveRotation:
+        def keep_precision(x: Tensor) -> Tensor:
+            y = fn(x)
+            wide = torch.promote_types(y.dtype, torch.float32)
+            return y if y.dtype == wide else x.to(y.device, wide)
+
+        return super()._apply(keep_precision, recurse)
+
+
+def _running_sum(
+    steps: Tensor, start: Tensor | None, segment_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Sums of steps (batch, time, head, pairs) over time, modulo 2 pi, float64; and the last one.
+
+    Args:
+        start: (batch, head, pairs), what the first document goes on from.
+        segment_ids: (batch, time); the sum begins again with each document.
+    """
+    batch, length, *shape = steps.shape
+    first = steps.new_zeros(batch, *shape) if start is None else start.to(steps.device)
+    steps = torch.cat([first.unsqueeze(1), steps], dim=1)
+    # The value: in integers, which neither round nor grow, so that no angle is worse than another.
+    turns = steps.detach() / (2 * math.pi)
+    units = ((turns - turns.round()) * TURN).round().to(torch.int64)
+    total = units.cumsum(1)
+    # The gradient: that of a sum in float64.
+    smooth = steps.cumsum(1)
+    if segment_ids is not None and length:
+        # What had come before each document, to be taken off; nothing for the row's first one.
+        fresh = F.pad(boundaries(segment_ids.to(steps.device)), (1, 0))
+        place = torch.arange(length + 1, device=steps.device).masked_fill(~fresh, 0)
+        place = place.cummax(1).values[:, :, None, None].expand(steps.shape)
+        total = total - (total - units).gather(1, place)
+        smooth = smooth - (smooth - steps).gather(1, place)
+    phase = total.remainder(int(TURN)).to(steps.dtype) * (2 * math.pi / TURN)
+    phase = phase + (smooth - smooth.detach())
+    return phase[:, 1:], phase[:, -1].clone()

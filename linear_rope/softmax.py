@@ -1,0 +1,148 @@
+"""Softmax attention with rotary embedding, with the interface of the linear layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from linear_rope.arguments import ROTATE, check_choices
+from linear_rope.attention_base import AttentionBase
+from linear_rope.cosformer import CosFormer
+from linear_rope.rotary import check_rotation, next_position
+from linear_rope.rotary_variants import make_rotary
+from linear_rope.scaling import Scaling
+from linear_rope.states import KeyValueCache
+from linear_rope.xpos import XPos
+
+__all__ = ["SoftmaxAttention"]
+
+
+class SoftmaxAttention(AttentionBase):
+    """Softmax attention with rotary embedding: the interface of `RotaryLinearAttention`, O(T^2).
+
+        out_m = sum_n softmax_n( (R_m q_m) . (R_n k_n) / sqrt(D) ) v_n        (RoFormer, eq. 16)
+
+    computed by `torch.nn.functional.scaled_dot_product_attention`.
+
+    Args:
+        rotate: "before" (queries and keys are rotated before the softmax kernel; "after" means the
+            same here, so that one configuration serves both layers), or "none".
+        others: as in `RotaryLinearAttention`.
+    """
+
+    state_type = KeyValueCache
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int = 8,
+        *,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        qk_norm: bool = False,
+        rotate: str = "before",
+        rotary_base: float = 10000.0,
+        rotary_fraction: float = 1.0,
+        pairing: str = "interleaved",
+        rotary_scaling: str | Scaling | None = None,
+        output_norm: bool = False,
+        causal: bool = True,
+        dropout: float = 0.0,
+        bias: bool = False,
+    ) -> None:
+        super().__init__(
+            dim,
+            heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            qk_norm=qk_norm,
+            causal=causal,
+            dropout=dropout,
+            bias=bias,
+        )
+        check_choices(rotate=(rotate, ROTATE))
+        self.output_norm = output_norm
+        self.rotary = None
+        if rotate != "none":
+            self.rotary = make_rotary(
+                self.head_dim, rotary_base, rotary_fraction, pairing, rotary_scaling
+            )
+            if isinstance(self.rotary, XPos):
+                raise ValueError(
+                    "rotary_scaling='xpos' needs linear attention: a cache of rotated keys does "
+                    "not fade"
+                )
+            if isinstance(self.rotary, CosFormer):
+                raise ValueError(
+                    "rotary_scaling='cosformer' needs linear attention: its weights are products "
+                    "of features"
+                )
+        self._sign(self.rotary)
+
+    def _attend(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        at_q: Tensor,
+        at_k: Tensor | None,
+        key_mask: Tensor | None,
+        documents: Tensor | None,
+        state: Any,
+        return_state: bool,
+    ) -> tuple[Tensor, Any]:
+        check_rotation(
+            self.rotary,
+            rotate="before",
+            causal=self.causal,
+            state=state is not None or return_state,
+            packed=documents is not None,
+            one_clock=at_k is None,
+        )
+        at_k = at_q if at_k is None else at_k
+        if self.rotary is not None:
+            q, k = self.rotary(q, at_q), self.rotary(k, at_k)
+        real = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
+        past, seen = 0, real
+        if state is not None:
+            past, seen = state.k.shape[2], torch.cat([state.mask, real], dim=1)
+            k, v = torch.cat([state.k, k], dim=2), torch.cat([state.v, v], dim=2)
+        # Without padding, past or documents the causal order is all there is to say.
+        plain = key_mask is None and state is None and documents is None
+        allowed = None
+        if not plain:
+            allowed = seen[:, None, None, :]
+            if self.causal:
+                order = torch.ones(x.shape[1], k.shape[2], dtype=torch.bool, device=x.device)
+                allowed = allowed & order.tril(past)
+            if documents is not None:  # the past belongs to the first document
+                of_key = torch.cat([documents[:, :1].expand(-1, past), documents], dim=1)
+                allowed = allowed & (documents[:, None, :, None] == of_key[:, None, None, :])
+        heads = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=allowed,
+            is_causal=self.causal and plain,
+            enable_gqa=self.kv_heads != self.heads,
+        )
+        if self.output_norm:
+            heads = F.rms_norm(heads, heads.shape[-1:], eps=1e-6)
+        if not return_state:
+            return heads, None
+        if documents is not None:  # what follows goes on with the last document
+            seen = seen & (of_key == documents[:, -1:])
+        after = next_position(
+            at_k,
+            batch=x.shape[0],
+            start=None if state is None else state.position,
+            key_mask=key_mask,
+            documents=documents,
+        )
+        return heads, KeyValueCache(k, v, seen, after, self._mark(x.shape[0], x.device))

@@ -1,0 +1,146 @@
+"""The quick step for a single token equals the long way, and is taken only where it may be."""
+
+import itertools
+
+import judge
+import pytest
+import torch
+import torch.nn.functional as F
+
+import linear_rope.functional as functional
+from linear_rope import FEATURE_MAPS, Rotary, linear_attention, make_feature_map
+from linear_rope.functional import DENOMINATORS
+from linear_rope.scaling import Yarn
+
+D, E = 4, 3
+QUICK = [name for name in FEATURE_MAPS if not FEATURE_MAPS[name].log_space]
+ROTATIONS = {
+    "none": lambda width: None,
+    "interleaved": Rotary,
+    "half": lambda width: Rotary(width, pairing="half"),
+    "partial": lambda width: Rotary(width, fraction=0.5),
+    "yarn": lambda width: Rotary(width, scaling=Yarn(factor=4.0, original_length=16)),
+}
+
+
+def inputs(dtype, time=1, batch=2, heads=3):
+    return [torch.randn(batch, heads, time, width, dtype=dtype) for width in (D, D, E)]
+
+
+def past(dtype, **options):
+    q, k, v = inputs(dtype, 5)
+    return linear_attention(q, k, v, return_state=True, **options)[1]
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How many times the quick step was taken."""
+    count = []
+
+    def counted(*args):
+        count.append(1)
+        return step(*args)
+
+    step = functional.decode_step
+    monkeypatch.setattr(functional, "decode_step", counted)
+    return count
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("name", QUICK)
+def test_it_equals_the_long_way(name, rotation, decay, dtype, taken):
+    phi = make_feature_map(name, D).to(dtype)
+    if rotation == "half" and "expand" in name:
+        pytest.skip("the library refuses half pairing for expanded maps")
+    for where, denominator in itertools.product(("after", "before"), DENOMINATORS):
+        width = phi.feature_dim if where == "after" else D
+        if "expand" in name and where == "before" and rotation == "partial":
+            continue
+        options = {
+            "feature_map": phi,
+            "rotary": ROTATIONS[rotation](width),
+            "rotate": where,
+            "denominator": denominator,
+        }
+        state = past(dtype, **options)
+        q, k, v = inputs(dtype)
+        g = F.logsigmoid(torch.randn(2, 3, 1, dtype=dtype)) if decay else None
+        results = []
+        for backend in ("auto", "reference"):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v, state.S)]
+            out, after = linear_attention(
+                *leaves[:3],
+                log_decay=g,
+                state=state._replace(S=leaves[3]),
+                return_state=True,
+                backend=backend,
+                **options,
+            )
+            torch.manual_seed(1)
+            loss = (out * torch.randn_like(out)).sum() + (after.S * torch.randn_like(after.S)).sum()
+            results.append((out, *after[:4], *torch.autograd.grad(loss, leaves)))
+        assert len(taken) == 1, "the quick step was not taken, or was taken by the reference"
+        taken.clear()
+        tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+        for got, want in zip(*results, strict=True):
+            assert got.dtype == want.dtype
+            assert judge.error(got, want) <= tolerance
+
+
+def test_rows_may_stand_at_different_positions(taken):
+    state = past(torch.float64, rotary=Rotary(D))._replace(position=torch.tensor([7, 10**6]))
+    q, k, v = inputs(torch.float64)
+    options = {"rotary": Rotary(D), "state": state, "return_state": True}
+    out, after = linear_attention(q, k, v, **options)
+    want, _ = linear_attention(q, k, v, backend="reference", **options)
+    assert judge.error(out, want) <= 1e-12 and after.position.tolist() == [8, 10**6 + 1]
+    given = torch.tensor([[3], [4]])
+    out, after = linear_attention(q, k, v, positions=given, **options)
+    want, _ = linear_attention(q, k, v, positions=given, backend="reference", **options)
+    assert judge.error(out, want) <= 1e-12 and after.position.tolist() == [4, 5]
+    assert len(taken) == 2
+
+
+def test_what_is_not_plain_takes_the_long_way(taken):
+    state = past(torch.float32)
+    q, k, v = inputs(torch.float32)
+    run = {"state": state, "return_state": True}
+    linear_attention(q, k, v, key_mask=torch.ones(2, 1, dtype=torch.bool), **run)
+    linear_attention(q, k, v, segment_ids=torch.zeros(2, 1, dtype=torch.int64), **run)
+    linear_attention(q, k, v, positions=3, **run)
+    linear_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), **run)
+    linear_attention(*inputs(torch.float32, time=2), **run)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear_attention(q, k, v, **run)
+    assert not taken
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"log_decay": torch.ones(2, 3, 1)}, "log_decay must be <= 0"),
+        ({"positions": torch.tensor([[1], [-1]])}, "must not be negative"),
+        ({"positions": torch.tensor([[1.0], [2.0]])}, "must be integers"),
+        ({"rotate": "sideways"}, "rotate='sideways'"),
+        ({"rotary": Rotary(D + 2)}, f"width {D + 2}"),
+        ({"chunk_size": 0}, "chunk_size must be at least 1"),
+    ],
+)
+def test_the_quick_step_hides_no_refusal(change, message):
+    state = past(torch.float32)
+    q, k, v = inputs(torch.float32)
+    with pytest.raises(ValueError, match=message):
+        linear_attention(q, k, v, **({"state": state, "return_state": True} | change))
+
+
+def test_the_tables_are_those_of_the_rotation():
+    """Positions up to 10^9, where float32 angles would be far off."""
+    from linear_rope.decoding import _turns
+
+    rotary, at = Rotary(64), torch.tensor([0, 1857, 10**9])
+    turns = _turns(rotary, at, torch.float32)[:3, 0, 0]
+    cos, sin = rotary.tables(at)
+    torch.testing.assert_close(turns.real, cos, atol=1e-6, rtol=0)
+    torch.testing.assert_close(turns.imag, sin, atol=1e-6, rtol=0)
