@@ -365,6 +365,21 @@ def test_a_library_in_the_cache_is_used(cache: Path, monkeypatch: pytest.MonkeyP
     assert judge.error(out, judge.product(x["q"], x["k"], x["v"])[0]) < 1e-5
 
 
+def test_two_builds_at_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = module._run_compiler
+    other: list[Path] = []
+
+    def interrupted(folder: Path, verbose: bool) -> None:
+        if not other:  # while this one compiles, another process does the same from end to end
+            other.append(folder)
+            other[0] = module._compile(verbose=False)
+        copy(folder, verbose)
+
+    monkeypatch.setattr(module, "_run_compiler", interrupted)
+    assert linear_rope.build_native() == other[0]
+    assert list(cache.iterdir()) == other
+
+
 def test_the_environment_asks_and_forbids(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LINEAR_ROPE_NATIVE", "1")
     assert module.why_not() == "" and len(list(cache.glob("native-*.so"))) == 1
@@ -473,6 +488,21 @@ def test_import_neither_looks_nor_compiles(tmp_path: Path) -> None:
         LINEAR_ROPE_NATIVE="1",
     )
     assert run.stdout == "None\n" and run.stderr == "" and not (tmp_path / "none").exists()
+
+
+@pytest.mark.slow
+def test_a_first_use_inside_a_compiled_graph(library: Any) -> None:
+    """The look into the cache is no part of the graph."""
+    code = """
+import linear_rope, torch
+from linear_rope.causal import native
+product = torch.compile(linear_rope.causal_product, fullgraph=True, backend="eager")
+q, k, v = torch.randn(3, 1, 2, 70, 8)
+print(native._Found.reason, torch.allclose(product(q, k, v)[0], (q @ k.mT).tril() @ v, atol=1e-4))
+print(native._Found.library is not None)
+"""
+    run = run_python(code)
+    assert run.stdout.split() == ["None", "True", "True"], run.stderr
 
 
 def test_other_devices_are_refused(library: Any) -> None:

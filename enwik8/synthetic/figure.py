@@ -61,6 +61,8 @@ def draw(table: Table, settings: Settings, out: Path) -> list[Path]:
     styles = style_of(arms)
     for panel, (task, number) in zip(axes, panels, strict=False):
         _panel(panel, table, settings, task, number, arms, styles)
+    for first in axes[: len(panels) : COLUMNS]:
+        first.set_ylabel("share of right answers", fontsize=10.5, color=INK)
     for empty in axes[len(panels) :]:
         empty.set_axis_off()
     handles = [Line2D([], [], **styles[arm], label=arm) for arm in arms]

@@ -22,7 +22,7 @@ __all__ = ["Block", "Fade", "Plan", "Turn", "Workspace", "block_of", "plan_of"]
 
 # Numbers in a tensor of a block: enough to keep torch's overhead a call small, and few enough for
 # what is reused to stay in the cache.
-NUMBERS = 1 << 19
+NUMBERS = 1 << 18
 
 # The states that are kept for the backward pass take at most 1 / SPARSE of the memory of the output
 # and the gradients.
@@ -77,7 +77,12 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, chunk: int, total: int | None = Non
 
 
 def default_chunk(features: int, values: int) -> int:
-    return 64
+    """Tokens a chunk: work inside chunks grows with them, that on states between chunks shrinks.
+
+    Measured on a CPU; a chunk of the width would balance the two, but small products are slow.
+    """
+    width = 2 * features * values / max(1, features + values)
+    return 32 if width < 24 else 64 if width < 96 else 128
 
 
 def block_of(x: Tensor, rows: slice, block: Block, heads: int) -> Tensor:

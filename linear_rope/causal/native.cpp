@@ -288,7 +288,7 @@ namespace LINEAR_ROPE_LEVEL {
 template <class W>
 struct Vec {
   static constexpr int n = LINEAR_ROPE_BYTES / sizeof(W);
-  using Word = std::conditional_t<sizeof(W) == 4, std::int32_t, std::int64_t>;
+  using Word = std::conditional_t<sizeof(W) == 4, std::uint32_t, std::uint64_t>;
   typedef W type __attribute__((vector_size(LINEAR_ROPE_BYTES)));
   typedef Word words __attribute__((vector_size(LINEAR_ROPE_BYTES)));
   using lanes = std::make_integer_sequence<int, n>;

@@ -92,6 +92,11 @@ def is_ready() -> bool:
     return not why_not()
 
 
+# As torch.compiler.assume_constant_result does, which would load the compiler: graphs ask once, and
+# take the answer for a constant.
+is_ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def _first_look() -> str:
     asked = os.environ.get("LINEAR_ROPE_NATIVE", "")
     if asked == "0":

@@ -44,6 +44,7 @@ and options: phi "none", "elu+1" or "relu" (with eps); pairing as in `rotate`; d
 from __future__ import annotations
 
 import ctypes
+import inspect
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -190,6 +191,11 @@ class _FusedBackward(torch.autograd.Function):
 
 
 _OPERATORS: dict[str, tuple[Any, Any]] = {}  # name: forward, backward
+
+# `apply` asks for the signature at every call, and would find it out anew each time.
+_FUNCTIONS: tuple[Any, ...] = (_Fused.forward, _FusedBackward.forward)
+for _function in _FUNCTIONS:
+    _function.__signature__ = inspect.signature(_function)
 
 
 # ---- Where results go ---------------------------------------------------------------------------
