@@ -6,7 +6,8 @@ The equation for a single token with a state behind it is short:
 
 and takes some thirty small operations, so that general checks and tables would cost several times
 as much as the step. `linear_attention` comes here when what it was given is plain; everything else
-takes the long way, and the two agree (that is tested).
+takes the long way, and the two agree (that is tested). Where no gradient is asked for and the
+native kernels are ready, the whole step is one call of theirs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linear_rope.causal import native
 from linear_rope.causal.division import divisor
 from linear_rope.elementwise import elu_plus_one
 from linear_rope.feature_base import FeatureMap
@@ -41,10 +43,12 @@ def is_plain_step(
     """Whether these are one token, a state that fits it, and nothing that needs the long way."""
     if not isinstance(state, AttentionState) or not isinstance(phi, FeatureMap):
         return False
-    shape, dtype, device = q.shape, q.dtype, q.device
-    if len(shape) != 4 or k.shape != shape or v.shape[:-1] != shape[:-1]:
+    shape, dtype, device = k.shape, q.dtype, q.device
+    if len(shape) != 4 or q.ndim != 4 or v.shape[:-1] != shape[:-1]:
         return False
-    batch, heads, time, width = shape
+    batch, heads, time, width = shape  # of the keys
+    if q.shape != (batch, q.shape[1], time, width) or not heads or q.shape[1] % heads:
+        return False
     S, z, features = state.S, state.z, phi.feature_dim
     return bool(
         time == 1
@@ -89,44 +93,95 @@ def decode_step(
     positions: Tensor | None,
 ) -> tuple[Tensor, AttentionState]:
     """Output (batch, head, 1, value width) and the new state; see `is_plain_step`."""
+    if q.device.type == "cpu" and not _differentiates(q, k, v, state.S, state.z, log_decay):
+        name = _NATIVE_MAPS.get(type(phi))
+        if name and (rotary is None or where == "after") and q.numel() and native.is_ready():
+            eps = getattr(phi, "eps", 0.0)
+            given = (state, denominator, log_decay, positions)
+            return _native_step(q, k, v, name, eps, rotary, *given)
     at = state.position if positions is None else positions[:, 0]
-    both = torch.cat([q, k])  # (2 batch, head, 1, width): one operation for two
+    heads = (q.shape[1], k.shape[1])
     turns = None if rotary is None else _turns(rotary, at, q.dtype)
+    sure = type(phi) in _NATIVE_MAPS  # no feature of theirs is 0, so no denominator is
+
+    def features(q: Tensor, k: Tensor) -> Tensor:  # (batch, all heads, 1, features)
+        if type(phi) is EluPlusOne:
+            return elu_plus_one(torch.cat([q, k], 1))  # one operation for two
+        return torch.cat([phi(q), phi(k)], 1)  # a map may differ from head to head
+
     if rotary is not None and where == "before":
-        both = _turned(both, turns, rotary)
-    sure = type(phi) in (EluPlusOne, Relu)  # no feature of theirs is 0, so no denominator is
-    below = elu_plus_one(both) if type(phi) is EluPlusOne else phi(both)
-    above = below
+        q, k = _turned(torch.cat([q, k], 1), turns, rotary).split(heads, 1)
+    above = below = features(q, k)
     if rotary is not None and where == "after":
         above = _turned(below, turns, rotary)
-    above_q, above_k = above.chunk(2)
     signed = denominator == "rotated" and above is not below
-    below_q, below_k = (above_q, above_k) if signed else below.chunk(2)
+    above_q, above_k = above.split(heads, 1)
+    below_q, below_k = (above if signed else below).split(heads, 1)
+    # The query heads of a key head are rows of one product.
+    groups = (k.shape[0], k.shape[1], heads[0] // heads[1])
 
     old, z = state.S, state.z
     if log_decay is not None:
         fade = log_decay.to(q.dtype).exp()
         old, z = old * fade.unsqueeze(-1), z * fade
     S = torch.addcmul(old, above_k.mT, v)
-    out = above_q @ S
+    out = above_q.reshape(*groups, -1) @ S
     if denominator == "none":
         z = torch.zeros_like(z)
     else:
         z = z + below_k.squeeze(2)
-        den = below_q @ z.unsqueeze(-1)
+        den = below_q.reshape(*groups, -1) @ z.unsqueeze(-1)
         out = out / (den if sure and not signed else divisor(den, signed))
+    out = out.reshape(*q.shape[:3], -1)
     return out, AttentionState(S, z, state.stabilizer.clone(), at + 1)
 
 
+_NATIVE_MAPS = {EluPlusOne: "elu+1", Relu: "relu"}
+
+
+def _differentiates(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _native_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    phi: str,
+    eps: float,
+    rotary: Rotary | None,
+    state: AttentionState,
+    denominator: str,
+    log_decay: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, AttentionState]:
+    out, S, z, after = native.step(
+        q,
+        k,
+        v,
+        state.S,
+        state.z,
+        state.position if positions is None else positions[:, 0],
+        log_decay=None if log_decay is None else log_decay.to(q.dtype),
+        theta=None if rotary is None else _frequencies(rotary, q.device)[0],
+        multiplier=1.0 if rotary is None else rotary.multiplier,
+        pairing="interleaved" if rotary is None else rotary.pairing,
+        phi=phi,
+        eps=eps,
+        denominator=denominator,
+    )
+    return out, AttentionState(S, z, state.stabilizer, after)
+
+
 def _turns(rotary: Rotary, at: Tensor, dtype: torch.dtype) -> Tensor:
-    """multiplier * exp(i position theta), (2 batch, 1, 1, pairs): for the queries, then the keys.
+    """multiplier * exp(i position theta), (batch, 1, 1, pairs).
 
     Formed in float64 and rounded once, as `Rotary.tables` are.
     """
     theta, size = _frequencies(rotary, at.device)
     turns = torch.polar(size, torch.outer(at.to(torch.float64), theta))
     turns = turns.to(torch.complex64 if dtype == torch.float32 else torch.complex128)
-    return (turns if len(turns) == 1 else turns.repeat(2, 1))[:, None, None]
+    return turns[:, None, None]
 
 
 @lru_cache(maxsize=256)
@@ -141,5 +196,5 @@ def _turned(x: Tensor, turns: Tensor | None, rotary: Rotary) -> Tensor:
     assert turns is not None
     if rotary.pairing == "half" or rotary.rotated_width < rotary.width:
         return rotate(x, turns.real, turns.imag, rotary.pairing)
-    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * turns).view(x.shape)

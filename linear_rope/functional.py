@@ -13,7 +13,7 @@ output shrinks as the position grows (`output_norm` undoes that).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -377,19 +377,28 @@ def _fused(
 
 def _feature_map(feature_map: str | Map, q: Tensor) -> Map:
     if isinstance(feature_map, str):
-        phi = make_feature_map(feature_map, q.shape[-1])
-        if next(phi.buffers(), None) is not None or next(phi.parameters(), None) is not None:
-            raise ValueError(
-                f"feature_map={feature_map!r} holds weights, which a function cannot keep: build "
-                f"it once with make_feature_map({feature_map!r}, {q.shape[-1]}) and pass the module"
-            )
-        return phi
+        # Graphs do not see through a cache, and do not need it.
+        by_name = _by_name if torch.compiler.is_compiling() else _by_name_once
+        return by_name(feature_map, q.shape[-1])
     if isinstance(feature_map, FeatureMap) and feature_map.head_dim != q.shape[-1]:
         raise ValueError(
             f"feature_map was made for heads of width {feature_map.head_dim}, "
             f"but q has width {q.shape[-1]}"
         )
     return feature_map
+
+
+def _by_name(name: str, width: int) -> FeatureMap:
+    phi = make_feature_map(name, width)
+    if next(phi.buffers(), None) is not None or next(phi.parameters(), None) is not None:
+        raise ValueError(
+            f"feature_map={name!r} holds weights, which a function cannot keep: build it once with "
+            f"make_feature_map({name!r}, {width}) and pass the module"
+        )
+    return phi
+
+
+_by_name_once = lru_cache(maxsize=64)(_by_name)  # to make a module takes longer than a step
 
 
 def _grouped(

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import linear_rope.causal.native as native
 import linear_rope.functional as functional
 from linear_rope import FEATURE_MAPS, Rotary, linear_attention, make_feature_map
 from linear_rope.functional import DENOMINATORS
@@ -43,6 +44,20 @@ def taken(monkeypatch):
 
     step = functional.decode_step
     monkeypatch.setattr(functional, "decode_step", counted)
+    return count
+
+
+@pytest.fixture
+def native_taken(monkeypatch):
+    """How many times the step was a call of the native kernels."""
+    count = []
+
+    def counted(*args, **kwargs):
+        count.append(1)
+        return step(*args, **kwargs)
+
+    step = native.step
+    monkeypatch.setattr(native, "step", counted)
     return count
 
 
@@ -87,6 +102,56 @@ def test_it_equals_the_long_way(name, rotation, decay, dtype, taken):
         for got, want in zip(*results, strict=True):
             assert got.dtype == want.dtype
             assert judge.error(got, want) <= tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("heads", [(3, 3), (6, 3), (4, 1)])
+@pytest.mark.parametrize("name", ["elu+1", "relu"])
+def test_heads_in_groups_and_the_native_step(name, heads, rotation, dtype, taken, native_taken):
+    """Without gradients one call of the native kernels does it all, where they are ready."""
+    width, values = 20, 37  # not whole vectors
+    options = {"feature_map": make_feature_map(name, width), "rotary": ROTATIONS[rotation](width)}
+
+    def inputs(time):
+        return [
+            torch.randn(3, h, time, w, dtype=dtype)
+            for h, w in zip((heads[0], heads[1], heads[1]), (width, width, values), strict=True)
+        ]
+
+    for denominator, decay, grad in itertools.product(DENOMINATORS, (False, True), (False, True)):
+        options["denominator"] = denominator
+        state = linear_attention(*inputs(5), return_state=True, **options)[1]
+        state = state._replace(position=torch.tensor([5, 7, 10**6]))
+        q, k, v = (x.requires_grad_(grad) for x in inputs(1))
+        g = F.logsigmoid(torch.randn(3, heads[1], 1, dtype=dtype)) if decay else None
+        kept = state.clone()
+        rest = {"log_decay": g, "state": state, "return_state": True, **options}
+        out, after = linear_attention(q, k, v, **rest)
+        want = linear_attention(q, k, v, backend="reference", **rest)
+        tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+        if denominator == "rotated":  # a sum of both signs, which may nearly cancel
+            tolerance *= 1e3
+        for got, right in zip((out, *after[:4]), (want[0], *want[1][:4]), strict=True):
+            assert got.dtype == right.dtype and got.shape == right.shape
+            assert judge.error(got, right) <= tolerance
+        for now, then in zip(state, kept, strict=True):
+            assert torch.equal(now, then), "a state was changed in place"
+    assert len(taken) == 12 and len(native_taken) == (6 if native.is_ready() else 0)
+
+
+def test_the_native_step_reads_what_is_not_dense(native_taken):
+    x = torch.randn(4, 1, 3, 10)
+    state = linear_attention(*torch.randn(3, 4, 3, 5, 10), return_state=True)[1]
+    state = state._replace(S=state.S.mT.contiguous().mT, z=state.z.mT.contiguous().mT)
+    rest = {"state": state, "rotary": Rotary(10), "positions": torch.tensor([[9], [8], [7], [6]])}
+    q = k = v = x.transpose(1, 2)
+    k = k.flip(1).transpose(0, 1).contiguous().transpose(0, 1)
+    v = v[..., ::2]
+    rest["state"] = state._replace(S=state.S[..., ::2])
+    out = linear_attention(q, k, v, **rest)
+    assert judge.error(out, linear_attention(q, k, v, backend="reference", **rest)) <= 2e-6
+    assert len(native_taken) == native.is_ready()
 
 
 def test_rows_may_stand_at_different_positions(taken):

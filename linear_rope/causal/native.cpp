@@ -67,6 +67,18 @@ struct Call {
   Array d_out, dS, dz, dq, dk, dv, dg, dS0, dz0;
 };
 
+// One token a row; all arrays are dense, of the type that `wide` says. The same in native.py.
+struct Step {
+  Int batch, heads, key_heads, M, E, pairs;
+  Int phi, denominator, half, threads, level, wide;
+  double eps, multiplier;
+  const void *q, *k, *v, *g, *S0, *z0;  // g, position and theta may be null
+  const Int* position;
+  const double* theta;
+  void *out, *S, *z;
+  Int* next;
+};
+
 const double ROTATED_FLOOR = 1e-6;
 const float FLOAT16_MAX = 65504.0f;
 
@@ -242,14 +254,24 @@ int best_level() {
   return 0;
 }
 
-template <class W>
-void dispatch(const Call& call, bool backward) {
-  switch (std::min<Int>(call.level, best_level())) {
+template <class... Arguments>
+void dispatch(Int level, bool wide, const Arguments&... arguments) {
+  switch (std::min<Int>(level, best_level())) {
 #if defined(__x86_64__)
-    case 2: return avx512::run<W>(call, backward);
-    case 1: return avx2::run<W>(call, backward);
+    case 2: return wide ? avx512::run<double>(arguments...) : avx512::run<float>(arguments...);
+    case 1: return wide ? avx2::run<double>(arguments...) : avx2::run<float>(arguments...);
 #endif
-    default: return plain::run<W>(call, backward);
+    default: return wide ? plain::run<double>(arguments...) : plain::run<float>(arguments...);
+  }
+}
+
+template <class... Arguments>
+int attempt(Int level, bool wide, const Arguments&... arguments) {
+  try {
+    dispatch(level, wide, arguments...);
+    return 0;
+  } catch (...) {
+    return 1;
   }
 }
 
@@ -260,21 +282,15 @@ extern "C" {
 // 0 plain, 1 AVX2 with FMA, 2 AVX-512: the best instruction set of this processor.
 int linear_rope_level() { return best_level(); }
 
-// sizeof(Call), for native.py to compare with its own.
+// sizeof(Call) and sizeof(Step), for native.py to compare with its own.
 int linear_rope_call_size() { return sizeof(Call); }
+int linear_rope_step_size() { return sizeof(Step); }
 
 // 0, or 1 if memory ran out.
 int linear_rope_run(const Call* call, int backward) {
-  try {
-    if (call->q.type == FLOAT64)
-      dispatch<double>(*call, backward != 0);
-    else
-      dispatch<float>(*call, backward != 0);
-    return 0;
-  } catch (...) {
-    return 1;
-  }
+  return attempt(call->level, call->q.type == FLOAT64, *call, backward != 0);
 }
+int linear_rope_step(const Step* step) { return attempt(step->level, step->wide != 0, *step); }
 
 }  // extern "C"
 
@@ -653,6 +669,63 @@ ALWAYS void divide(Int n, W by, W* a) {
     scale(n, 1 / by, a);
 }
 
+template <class W>
+ALWAYS W divisor_of(W den, bool turned) {
+  const W floor = W(ROTATED_FLOOR);
+  return !turned ? den : den < 0 ? std::min(den, -floor) : std::max(den, floor);
+}
+
+// phi of n numbers (whole vectors) in place.
+template <class W>
+ALWAYS void map_features(Int phi, double eps, Int n, W* x) {
+  constexpr Int lanes = Vec<W>::n;
+  const V<W> zero{}, floor = splat(W(log_floor<W>));
+  if (phi == ELU_PLUS_ONE)
+    for (Int i = 0; i < n; i += lanes) {
+      const V<W> y = load(x + i), down = y > zero ? zero : y;
+      store(x + i, exponential<W>(down < floor ? floor : down) + (y < zero ? zero : y));
+    }
+  else if (phi == RELU)
+    for (Int i = 0; i < n; i += lanes) {
+      const V<W> y = load(x + i);
+      store(x + i, (y < zero ? zero : y) + W(eps));
+    }
+}
+
+// A token's tables from its `pairs` cosines and sines, in place:
+// R f_i = cosine_i f_i + sine_i f_(partner of i).
+template <class W>
+ALWAYS void spread_tables(bool half, Int pairs, Int Mp, W* cos, W* sin) {
+  constexpr Int lanes = Vec<W>::n;
+  if (half) {
+    std::copy_n(cos, pairs, cos + pairs);
+    std::copy_n(sin, pairs, sin + pairs);
+    for (Int i = 0; i < pairs; ++i) sin[i] = -sin[i];
+  } else {
+    for (Int i = (pairs - 1) / lanes * lanes; i >= 0; i -= lanes) {  // from the end: in place
+      doubled(load(cos + i), W(1), cos + 2 * i, Mp - 2 * i);
+      doubled(load(sin + i), W(-1), sin + 2 * i, Mp - 2 * i);
+    }
+  }
+  for (Int i = 2 * pairs; i < Mp; ++i) cos[i] = 1, sin[i] = 0;
+}
+
+// R f, or R^T f with sign -1; in place with the help of `row`.
+template <class W>
+ALWAYS void turn(bool half, Int pairs, Int Mp, const W* cos, const W* sin, W sign, const W* f,
+                 W* row, W* r) {
+  if (half) {  // partners in a row of their own
+    std::copy_n(f + pairs, pairs, row);
+    std::copy_n(f, pairs, row + pairs);
+    std::fill(row + 2 * pairs, row + Mp, W(0));
+  }
+  for (Int i = 0; i < Mp; i += Vec<W>::n) {
+    const V<W> x = load(f + i);
+    const V<W> y = half ? load(row + i) : swapped<W, 1>(x, typename Vec<W>::lanes{});
+    store(r + i, x * load(cos + i) + sign * y * load(sin + i));
+  }
+}
+
 // ---- A task: a key head of a batch row, and the query heads that share it -----------------------
 
 // Tokens t ... t + size - 1. `fresh`: a document begins here, and nothing is left of the past.
@@ -724,10 +797,7 @@ class Task {
   void rotate(Int n, const W* f, bool back, W* r);
   void keys(const Chunk& chunk);
   void mask(Int size, W* matrix);
-  W divisor(W den) const {
-    const W floor = W(ROTATED_FLOOR);
-    return !turned ? den : den < 0 ? std::min(den, -floor) : std::max(den, floor);
-  }
+  W divisor(W den) const { return divisor_of(den, turned); }
   void queries(const Chunk& chunk);
   void add_to_state(const Chunk& chunk);
   void states_again(Int block);
@@ -822,66 +892,28 @@ void Task<W>::tables(const Chunk& chunk) {
       for (Int j = 0; j <= i; j += lanes) store(x + j, exponential<W>(load(x + j)));
     }
   }
-  if (rotates) {  // R f_i = cosine_i f_i + sine_i f_(partner of i)
+  if (rotates) {
     read(Rows{c.cos, b, 0, chunk.t, n, P, Mp}, cosine);
     read(Rows{c.sin, b, 0, chunk.t, n, P, Mp}, sine);
-    for (Int t = 0; t < n; ++t) {
-      W *const cos = cosine + t * Mp, *const sin = sine + t * Mp;
-      if (c.half) {
-        std::copy_n(cos, P, cos + P);
-        std::copy_n(sin, P, sin + P);
-        for (Int i = 0; i < P; ++i) sin[i] = -sin[i];
-      } else {
-        for (Int i = (P - 1) / lanes * lanes; i >= 0; i -= lanes) {  // from the end: in place
-          doubled(load(cos + i), W(1), cos + 2 * i, Mp - 2 * i);
-          doubled(load(sin + i), W(-1), sin + 2 * i, Mp - 2 * i);
-        }
-      }
-      for (Int i = 2 * P; i < Mp; ++i) cos[i] = 1, sin[i] = 0;
-    }
+    for (Int t = 0; t < n; ++t) spread_tables(c.half, P, Mp, cosine + t * Mp, sine + t * Mp);
   }
 }
 
-// R f, or R^T f with `back`; in place with the help of `row`.
+// R f, or R^T f with `back`; in place too.
 template <class W>
 void Task<W>::rotate(Int n, const W* f, bool back, W* r) {
-  constexpr Int lanes = Vec<W>::n;
-  const W sign = back ? W(-1) : W(1);
-  const Int P = c.pairs;
-  for (Int t = 0; t < n; ++t, f += Mp, r += Mp) {
-    const W *const cos = cosine + t * Mp, *const sin = sine + t * Mp;
-    if (c.half) {  // partners in a row of their own
-      std::copy_n(f + P, P, row);
-      std::copy_n(f, P, row + P);
-      std::fill(row + 2 * P, row + Mp, W(0));
-    }
-    for (Int i = 0; i < Mp; i += lanes) {
-      const V<W> x = load(f + i);
-      const V<W> y = c.half ? load(row + i) : swapped<W, 1>(x, typename Vec<W>::lanes{});
-      store(r + i, x * load(cos + i) + sign * y * load(sin + i));
-    }
-  }
+  for (Int i = 0; i < n * Mp; i += Mp)
+    turn(c.half, c.pairs, Mp, cosine + i, sine + i, W(back ? -1 : 1), f + i, row, r + i);
 }
 
 template <class W>
 void Task<W>::features(const Array& a, Int head, const Chunk& chunk, W* f, W* r) {
-  constexpr Int lanes = Vec<W>::n;
   read(Rows{a, b, head, chunk.t, chunk.size, M, Mp}, f);
-  const V<W> zero{}, floor = splat(W(log_floor<W>));
-  const auto map = [&](auto phi) {
+  if (c.phi != NO_MAP)
     for (Int t = 0; t < chunk.size; ++t) {
-      W* const x = f + t * Mp;
-      for (Int i = 0; i < Mp; i += lanes) store(x + i, phi(load(x + i)));
-      for (Int i = M; i < Mp; ++i) x[i] = 0;
+      map_features(c.phi, c.eps, Mp, f + t * Mp);
+      std::fill(f + t * Mp + M, f + (t + 1) * Mp, W(0));
     }
-  };
-  if (c.phi == ELU_PLUS_ONE)
-    map([&](const V<W>& x) {
-      const V<W> down = x > zero ? zero : x;
-      return exponential<W>(down < floor ? floor : down) + (x < zero ? zero : x);
-    });
-  else if (c.phi == RELU)
-    map([&](const V<W>& x) { return (x < zero ? zero : x) + W(c.eps); });
   if (r != f) rotate(chunk.size, f, false, r);
 }
 
@@ -1312,6 +1344,73 @@ void run(const Call& c, bool backward) {
     }
   }
   each(false, 0, parts.count);
+}
+
+// ---- One token: S' = exp(g) S + (R phi(k)) v^T, z' = exp(g) z + phi(k) ---------------------------
+
+// A row of the batch: all its heads.
+template <class W>
+void step_row(const Step& c, Int b) {
+  const Int M = c.M, E = c.E, Mp = padded<W>(M), Ep = padded<W>(E), group = c.heads / c.key_heads;
+  const bool divides = c.denominator != NO_DENOMINATOR, turned = c.denominator == ROTATED;
+  W* at = static_cast<W*>(arena().get(sizeof(W) * (7 * Mp + group * (Mp + Ep + 1))));
+  const auto take = [&](Int size) { return std::exchange(at, at + size); };
+  W *const cosine = take(Mp), *const sine = take(Mp), *const row = take(Mp), *const z = take(Mp);
+  W *const fk = take(Mp), *const rk = take(Mp), *const fq = take(Mp), *const rq = take(group * Mp);
+  W *const num = take(group * Ep), *const den = take(group);
+  for (Int i = 0; i < c.pairs; ++i) {  // in float64, rounded once
+    const double angle = double(c.position[b]) * c.theta[i];
+    cosine[i] = W(c.multiplier * std::cos(angle));
+    sine[i] = W(c.multiplier * std::sin(angle));
+  }
+  if (c.pairs) spread_tables(c.half, c.pairs, Mp, cosine, sine);
+  const auto features = [&](const void* x, Int head, W* f, W* r) {
+    std::copy_n(static_cast<const W*>(x) + head * M, M, f);
+    map_features(c.phi, c.eps, Mp, f);
+    std::fill(f + M, f + Mp, W(0));
+    if (c.pairs)
+      turn(c.half, c.pairs, Mp, cosine, sine, W(1), f, row, r);
+    else
+      std::copy_n(f, Mp, r);
+  };
+  for (Int h = 0; h < c.key_heads; ++h) {
+    const Int key = b * c.key_heads + h, query = key * group;
+    const W keep = c.g ? std::exp(static_cast<const W*>(c.g)[key]) : W(1);
+    features(c.k, key, fk, rk);
+    std::fill_n(z, Mp, W(0));
+    if (divides) {
+      const W *const z0 = static_cast<const W*>(c.z0) + key * M, *const f = turned ? rk : fk;
+      for (Int i = 0; i < M; ++i) z[i] = keep * z0[i] + f[i];
+    }
+    std::copy_n(z, M, static_cast<W*>(c.z) + key * M);
+    for (Int n = 0; n < group; ++n) {
+      features(c.q, query + n, fq, rq + n * Mp);
+      if (divides) den[n] = divisor_of(dot(Mp, turned ? rq + n * Mp : fq, z), turned);
+    }
+    std::fill_n(num, group * Ep, W(0));
+    const W* const v = static_cast<const W*>(c.v) + key * E;
+    for (Int m = 0; m < M; ++m) {
+      const W* __restrict__ const S0 = static_cast<const W*>(c.S0) + (key * M + m) * E;
+      W* __restrict__ const S = static_cast<W*>(c.S) + (key * M + m) * E;
+      for (Int e = 0; e < E; ++e) S[e] = keep * S0[e] + rk[m] * v[e];
+      for (Int n = 0; n < group; ++n) {
+        const W weight = rq[n * Mp + m];
+        W* __restrict__ const sum = num + n * Ep;
+        for (Int e = 0; e < E; ++e) sum[e] += weight * S[e];
+      }
+    }
+    for (Int n = 0; n < group; ++n) {
+      if (divides) divide(Ep, den[n], num + n * Ep);
+      std::copy_n(num + n * Ep, E, static_cast<W*>(c.out) + (query + n) * E);
+    }
+  }
+  c.next[b] = c.position[b] + 1;
+}
+
+template <class W>
+void run(const Step& c) {
+  const bool large = c.batch * c.heads * c.M * c.E > Int(1) << 18;
+  parallel(large ? c.threads : 1, c.batch, [&](Int b) { step_row<W>(c, b); });
 }
 
 }  // namespace LINEAR_ROPE_LEVEL

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from linear_rope.causal.operator import empty_gradients, empty_results, make_form
 
-__all__ = ["build_native", "is_ready", "native", "why_not"]
+__all__ = ["build_native", "is_ready", "native", "step", "why_not"]
 
 SOURCE = Path(__file__).with_name("native.cpp")
 FLAGS = ("-O3", "-ffp-contract=fast", "-Wno-psabi")
@@ -207,12 +207,13 @@ def _run_compiler(folder: Path, verbose: bool) -> None:
 def _load(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
-        size = library.linear_rope_call_size()
+        sizes = library.linear_rope_call_size(), library.linear_rope_step_size()
     except (OSError, AttributeError) as error:
         raise RuntimeError(f"{path} cannot be loaded ({error}); delete it") from None
-    if size != ctypes.sizeof(_Call):
+    if sizes != (ctypes.sizeof(_Call), ctypes.sizeof(_Step)):
         raise RuntimeError(f"{path} is not of this version; delete it")
     library.linear_rope_run.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    library.linear_rope_step.argtypes = [ctypes.c_void_p]
     return library
 
 
@@ -244,6 +245,93 @@ class _Call(ctypes.Structure):
         ("eps", ctypes.c_double),
         *((name, _Array) for name in (*_INPUTS, *_RESULTS, *_GRADIENTS)),
     )
+
+
+class _Step(ctypes.Structure):
+    """The same as `Step` in native.cpp, in the same order."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "M", "E", "pairs")),
+        *((name, ctypes.c_int64) for name in ("phi", "denominator", "half", "threads", "level")),
+        ("wide", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("eps", "multiplier")),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "g", "S0", "z0", "position")),
+        *((name, ctypes.c_void_p) for name in ("theta", "out", "S", "z", "next")),
+    )
+
+
+def _level() -> int:
+    level = os.environ.get("LINEAR_ROPE_NATIVE_LEVEL", "avx512")
+    if level not in LEVELS:
+        raise ValueError(
+            f"LINEAR_ROPE_NATIVE_LEVEL={level!r} is unknown; choose one of: {', '.join(LEVELS)}"
+        )
+    return LEVELS[level]
+
+
+def step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    S: Tensor,
+    z: Tensor,
+    position: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    theta: Tensor | None = None,
+    multiplier: float = 1.0,
+    pairing: str = "interleaved",
+    phi: str = "none",
+    eps: float = 0.0,
+    denominator: str = "unrotated",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One token a row, without gradients: the output, S, z and position after it.
+
+    Args:
+        q, k, v: (batch, head, 1, width), (batch, key head, 1, width), all, like S, z and log_decay
+            (batch, key head, 1), float32 or all float64, on the CPU.
+        position: (batch,) int64. theta: (pairs,) float64, radians a position, or None.
+        phi, eps: the map that is applied to q and k here, see `linear_rope.elementwise`.
+    """
+    library = _Found.library
+    if library is None:
+        raise ValueError(f"the native step cannot be used: {why_not()}")
+    # Dense, and kept here until the call is over
+    q, k, v, S, z, position = (x.contiguous() for x in (q, k, v, S, z, position))
+    g = None if log_decay is None else log_decay.contiguous()
+    out = v.new_empty((*q.shape[:3], v.shape[3]))
+    new = torch.empty_like(S), torch.empty_like(z), torch.empty_like(position)
+    call = _Step(
+        q.shape[0],
+        q.shape[1],
+        k.shape[1],
+        q.shape[3],
+        v.shape[3],
+        0 if theta is None else theta.shape[0],
+        _PHI[phi],
+        _DENOMINATOR[denominator],
+        pairing == "half",
+        torch.get_num_threads(),
+        _level(),
+        q.dtype == torch.float64,
+        eps,
+        multiplier,
+        q.data_ptr(),
+        k.data_ptr(),
+        v.data_ptr(),
+        None if g is None else g.data_ptr(),
+        S.data_ptr(),
+        z.data_ptr(),
+        position.data_ptr(),
+        None if theta is None else theta.data_ptr(),
+        out.data_ptr(),
+        new[0].data_ptr(),
+        new[1].data_ptr(),
+        new[2].data_ptr(),
+    )
+    if library.linear_rope_step(ctypes.byref(call)):
+        raise MemoryError("the native step found no memory for its workspace")
+    return (out, *new)
 
 
 def _plan(k: Tensor, v: Tensor, chunk: int) -> tuple[int, int]:
@@ -293,16 +381,11 @@ def _run(
         )
     if (reason := why_not()) or _Found.library is None:
         raise ValueError(f'backend="native" cannot be used: {reason}')
-    level = os.environ.get("LINEAR_ROPE_NATIVE_LEVEL", "avx512")
-    if level not in LEVELS:
-        raise ValueError(
-            f"LINEAR_ROPE_NATIVE_LEVEL={level!r} is unknown; choose one of: {', '.join(LEVELS)}"
-        )
     (batch, heads, length, M), E = q.shape, v.shape[3]
     pairs = given["cos"].shape[-1] if "cos" in given else 0
     call = _Call(
         *(batch, heads, k.shape[1], length, M, E, pairs, _PHI[phi], _DENOMINATOR[denominator]),
-        *(pairing == "half", *_plan(k, v, chunk), torch.get_num_threads(), LEVELS[level], eps),
+        *(pairing == "half", *_plan(k, v, chunk), torch.get_num_threads(), _level(), eps),
     )
     for name, x in given.items():
         if name.endswith(("S", "z", "S0", "z0")):  # states are dense, one after another
