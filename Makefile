@@ -9,13 +9,14 @@ INSTALLED := $(VENV)/.installed
 SMOKE := build/smoke
 DEMO := results/demo
 
-.PHONY: help venv demo test test-triton lint format types smoke clean distclean
+.PHONY: help venv demo test test-triton sanitize lint format types smoke clean distclean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make venv       the environment alone, in $(VENV) (PYTHON=... picks another Python)"
 	@echo "make demo       compare linear attention without and with RoPE, into $(DEMO)"
 	@echo "make test       the whole test suite"
+	@echo "make sanitize   the native kernels under sanitizers (GCC, some minutes)"
 	@echo "make lint       ruff: rules and format;  make format: apply them"
 	@echo "make types      mypy"
 	@echo "make smoke      the comparison end to end on a small generated text"
@@ -46,6 +47,19 @@ test: $(INSTALLED)
 test-triton: $(INSTALLED)
 	$(BIN)/python -m pip install --no-deps triton
 	$(BIN)/python -m pytest tests/test_gpu.py tests/test_fla.py
+
+# The native kernels under address and undefined-behavior sanitizers (GCC; some 10 minutes). The
+# libraries must be there before Python starts, but not in the compiler.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -O1
+sanitize: $(INSTALLED)
+	mkdir -p build/sanitize
+	printf '#!/bin/sh\nexec env -u LD_PRELOAD g++ "$$@"\n' > build/sanitize/g++
+	chmod +x build/sanitize/g++
+	LINEAR_ROPE_CACHE=build/sanitize LINEAR_ROPE_NATIVE_FLAGS="$(SANITIZERS)" \
+	CXX=$(CURDIR)/build/sanitize/g++ ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
+	$(BIN)/python -m pytest -n0 tests/test_native.py tests/test_fused.py tests/test_decoding.py \
+	    -k "native or step or group"
 
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .

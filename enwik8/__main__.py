@@ -1,4 +1,4 @@
-"""``python -m enwik8 {prepare,train,compare,plot,sample,evaluate}``: the command line.
+"""``python -m enwik8 {prepare,train,compare,study,plot,sample,evaluate}``: the command line.
 
 Each command is a dataclass: its fields are the flags, its docstrings the help. Errors that the
 user can put right are one sentence and exit code 2; an interrupted run exits with 130 or 143.
@@ -115,6 +115,41 @@ class Compare:
             seeds=self.seeds,
             resume=self.resume,
             overwrite=self.overwrite,
+            command=command,
+        )
+
+
+@dataclass
+class Study:
+    """Run a study (arms x seeds x settings, as a file) and write its report.
+
+    Writes study.toml, runs/, summary.md, table.csv, runs.csv, figures and report.html. The same
+    command again skips finished runs and goes on with interrupted ones; Ctrl-C is safe.
+    """
+
+    file: Positional[str | None] = None
+    """Study file (TOML), or demo, rates or small (none: the study in the folder --out)."""
+    out: Path = field(kw_only=True)
+    """Folder of the study. More runs may be added to one that is there; nothing else may change."""
+    workers: int = 1
+    """Runs trained at once, each in a process of its own, spread over the accelerators if any."""
+    dry_run: bool = False
+    """Print the runs with parameters, tokens, estimated time and memory, and do nothing."""
+    time_steps: int = 0
+    """Steps to train for the dry run's times, where no run in the folder tells them."""
+    report_only: bool = False
+    """Train nothing; write the report of what is there."""
+
+    def __call__(self, command: str) -> None:
+        from .study.runner import study
+
+        study(
+            self.file,
+            self.out,
+            workers=self.workers,
+            dry_run=self.dry_run,
+            time_steps=self.time_steps,
+            report_only=self.report_only,
             command=command,
         )
 
@@ -237,7 +272,7 @@ class Arms:
             print(f"--preset {name}: {preset.description} Arms: {', '.join(preset.arms)}.")
 
 
-Command = Prepare | Train | Compare | Plot | Sample | Evaluate | Arms
+Command = Prepare | Train | Compare | Study | Plot | Sample | Evaluate | Arms
 
 _DESCRIPTION = (
     "Byte-level language models with and without rotary positions (RoPE) in linear attention. "
@@ -262,6 +297,7 @@ def parse(arguments: Sequence[str]) -> Command:
         Annotated[Prepare, subcommand("prepare")]
         | Annotated[Train, subcommand("train", default=train)]
         | Annotated[Compare, subcommand("compare", default=compare)]
+        | Annotated[Study, subcommand("study")]
         | Annotated[Plot, subcommand("plot")]
         | Annotated[Sample, subcommand("sample")]
         | Annotated[Evaluate, subcommand("evaluate")]

@@ -34,7 +34,7 @@ from .summary import summarize, verdict
 from .tasks import make_model
 from .train import RunResult, make_sampler, train
 
-__all__ = ["check_fair", "compare"]
+__all__ = ["check_fair", "compare", "unfair"]
 
 _OUTPUTS = ("config.json", "metrics.csv", "summary.md", "curves.png", "curves.svg")
 
@@ -144,24 +144,37 @@ def check_fair(results: Sequence[RunResult]) -> None:
     Raises:
         UserError: which two runs differ, and in what.
     """
+    for fault in unfair(results):
+        raise UserError(fault)
+
+
+def unfair(results: Sequence[RunResult]) -> list[str]:
+    """Where runs of one seed are not comparable: a sentence for each run that differs."""
+    faults = []
     first: dict[int, RunResult] = {}
     for result in results:
         seed = result.config["training"]["seed"]
         base = first.setdefault(seed, result)
         names = f"{base.config['arm']} and {result.config['arm']} (seed {seed})"
         if (base.step, base.batch_hash) != (result.step, result.batch_hash):
-            raise UserError(
+            faults.append(
                 f"{names} are not comparable: they were trained on different batches "
                 f"({base.batch_hash} to step {base.step}, {result.batch_hash} to step "
                 f"{result.step})"
             )
         ours, theirs = (r.config["initial_parameters"] for r in (base, result))
-        differ = [name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]]
+        # Of another shape (an arm with another width inside), it is not the same parameter.
+        differ = [
+            name
+            for name in ours.keys() & theirs.keys()
+            if ours[name] != theirs[name] and ours[name].split()[0] == theirs[name].split()[0]
+        ]
         if differ:
-            raise UserError(
+            faults.append(
                 f"{names} are not comparable: shared parameters began with different values: "
                 f"{', '.join(sorted(differ))}"
             )
+    return faults
 
 
 def _shared(results: Sequence[RunResult]) -> dict[str, Any]:

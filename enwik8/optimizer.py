@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from linear_rope.feature_maps import FeatureMap
+from linear_rope.mixing import ShortConvolution
+from linear_rope.selective import SelectiveRotation
 
 from .presets import Settings
 
@@ -29,14 +31,14 @@ def learning_rate(step: int, settings: Settings) -> float:
 def make_optimizer(model: nn.Module, settings: Settings) -> torch.optim.AdamW:
     """AdamW (Loshchilov and Hutter, arXiv 1711.05101) with weight decay on matrices only.
 
-    Spared are vectors (biases, norms, learned frequencies), and whatever a feature map learns:
-    Hedgehog's matrix starts at the identity, and zero, which decay pulls to, is not its neutral
-    value (softmax(0) tells no two queries apart).
+    Spared are vectors (biases, norms, learned frequencies), and whatever starts at an identity that
+    zero, which decay pulls to, is not: Hedgehog's matrix (softmax(0) tells no two queries apart),
+    the taps of short convolutions, selective rotations.
     """
     spared = {
         id(parameter)
         for module in model.modules()
-        if isinstance(module, FeatureMap)
+        if isinstance(module, FeatureMap | ShortConvolution | SelectiveRotation)
         for parameter in module.parameters()
     }
     decayed: list[nn.Parameter] = []

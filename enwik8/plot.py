@@ -34,7 +34,15 @@ from enwik8.curves import (
 )
 from enwik8.errors import UserError
 
-__all__ = ["curves_figure", "plot", "read_metrics", "save_figure", "smooth", "style_of"]
+__all__ = [
+    "curves_figure",
+    "plot",
+    "read_metrics",
+    "save_figure",
+    "short_number",
+    "smooth",
+    "style_of",
+]
 
 INK, MUTED, GRID = "#222222", "#666666", "#e6e6e6"
 
@@ -152,7 +160,7 @@ def curves_figure(
     for axes, heading in ((training, "Training"), (validation, "Validation")):
         frame(axes, heading, xlabel="training tokens (bytes)")
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _short(x)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_number(x)))
         axes.tick_params(axis="y", labelleft=True)
     training.set_ylabel(objective_of(runs).unit, fontsize=10.5, color=INK)
     raw_curves = [(run.tokens, run.train) for run in runs]
@@ -204,7 +212,8 @@ def frame(axes: Axes, heading: str, *, xlabel: str) -> None:
         axes.spines[side].set_color("#bbbbbb")
 
 
-def _short(count: float) -> str:
+def short_number(count: float) -> str:
+    """Like 2.05M: three digits and a unit, for axes."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= size:
             return f"{count / size:.3g}{unit}"

@@ -79,7 +79,9 @@ class Settings:
     data_seed: int | None = None
     """Seed of the order of the batches, and of what mlm hides (none: --seed)."""
     init_seed: int | None = None
-    """Seed of the initial values and of the random features (none: --seed)."""
+    """Seed of the initial values (none: --seed)."""
+    features_seed: int | None = None
+    """Seed of the random features, FAVOR+ arms only (none: that of the initial values)."""
     dropout_seed: int | None = None
     """Seed of dropout (none: --seed)."""
 
@@ -130,14 +132,16 @@ class Settings:
 
     @property
     def seeds(self) -> dict[str, int]:
-        """The seeds in force, kept apart: ``data``, ``init``, ``dropout``."""
+        """The seeds in force, kept apart: ``data``, ``init``, ``features``, ``dropout``."""
 
         def own(seed: int | None) -> int:
             return self.seed if seed is None else seed
 
+        initial = own(self.init_seed)
         return {
             "data": own(self.data_seed),
-            "init": own(self.init_seed),
+            "init": initial,
+            "features": initial if self.features_seed is None else self.features_seed,
             "dropout": own(self.dropout_seed),
         }
 
@@ -163,9 +167,10 @@ def model_fields(settings: Settings, method: Method) -> dict[str, object]:
     objective = objective_named(settings.objective)
     if method.needs_causal and not objective.causal:
         raise ValueError(
-            f"arm {method.name!r} cannot be trained with --objective {objective.name}: decay "
-            "forgets along the order of a causal model, and this one sees both sides; use "
-            f"{method.name.removesuffix('-decay')!r}"
+            f"arm {method.name!r} cannot be trained with --objective {objective.name}: it "
+            "follows the order of the tokens, and this objective sees both sides; use an arm "
+            "without decay, convolution, shift, local heads and selective rotation, such as "
+            "'elu-rope'"
         )
     fields: dict[str, object] = {
         "vocab_size": objective.vocab_size,

@@ -125,7 +125,7 @@ class _Run:
         config = Config(**model_fields(settings, find(arm)))  # type: ignore[arg-type]
         self.module = make_model(config, self.objective)
         # Each parameter by its own generator, (seed, name): the same in all arms that share it.
-        self.module.initialize(settings.seeds["init"])
+        self.module.initialize(settings.seeds["init"], settings.seeds["features"])
         self.record = make_record(
             settings,
             arm,

@@ -15,7 +15,6 @@ from linear_rope.rotary import can_read
 from linear_rope.states import AttentionState
 
 __all__ = [
-    "DECAYS",
     "DENOMINATORS",
     "ROTATE",
     "check_arguments",
@@ -28,7 +27,6 @@ __all__ = [
 
 ROTATE = ("after", "before", "none")
 DENOMINATORS = ("unrotated", "rotated", "none")
-DECAYS = ("none", "learned")
 
 
 def check_choices(**choices: tuple[Any, Iterable[str]]) -> None:
@@ -44,6 +42,8 @@ def check_key_mask(
     """Refuses a mask that is not bool of shape `want`: others would broadcast, or add to scores."""
     if mask is None:
         return
+    if not isinstance(mask, Tensor):
+        raise ValueError(f"{name} must be a bool tensor, got {type(mask)}; use torch.tensor")
     if mask.dtype != torch.bool or mask.shape != want:
         raise ValueError(
             f"{name} must be bool of shape (batch, time) = {want}, True at real tokens, "

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.nn.functional as F
-from einops import rearrange
-from torch import Tensor, nn
+from torch import Tensor
 
 from linear_rope.arguments import (
-    DECAYS,
     DENOMINATORS,
     ROTATE,
     check_choices,
@@ -22,17 +19,15 @@ from linear_rope.arguments import (
 )
 from linear_rope.attention_base import AttentionBase
 from linear_rope.causal import BACKENDS
-from linear_rope.feature_maps import FEATURE_MAPS, FeatureMap, full_precision, make_feature_map
+from linear_rope.decays import make_decay
+from linear_rope.feature_maps import FEATURE_MAPS, FeatureMap, make_feature_map
 from linear_rope.functional import linear_attention
-from linear_rope.rotary import check_rotation
-from linear_rope.rotary_variants import make_rotary
+from linear_rope.local_attention import LocalHeads
+from linear_rope.rotary import Rotary, check_rotation
 from linear_rope.scaling import Scaling
 from linear_rope.softmax import SoftmaxAttention
 
-__all__ = ["DECAYS", "RotaryLinearAttention", "SoftmaxAttention"]
-
-# sigmoid(3) = 0.953: at the start a head looks back some 20 tokens, and learns from there.
-GATE_BIAS = 3.0
+__all__ = ["RotaryLinearAttention", "SoftmaxAttention"]
 
 
 class RotaryLinearAttention(AttentionBase):
@@ -56,10 +51,22 @@ class RotaryLinearAttention(AttentionBase):
         rotary_base, rotary_fraction, pairing: see `Rotary`.
         rotary_scaling: a rule for longer sequences or another rotation, by name with its options
             ("yarn:factor=4,original_length=2048", "xpos", "axial", "learned",
-            "cosformer:max_length=512"), see `make_rotary`.
+            "cosformer:max_length=512"), see `make_rotary`; or "selective" ("selective:gate=head"),
+            angles that each token adds to, whatever its position (causal only), see
+            `make_selective`.
         denominator, output_norm, backend, chunk_size: see `linear_attention`.
-        decay: "none", or "learned": log_decay = logsigmoid(w x + b) a key head and token, b = 3 at
-            the start (causal only). Gated as in arXiv 2312.06635, by a scalar for a vector.
+        decay: "none"; "fixed", a constant a head; or "learned", log_decay = logsigmoid(w x + b) a
+            key head and token, heads starting at time-scales of 4 to 4096 tokens ("learned:bias=3":
+            all at b = 3). Causal only; options: see `make_decay`.
+        short_conv: tokens that a causal convolution over q, k and v sees, 0 for none (causal only),
+            see `ShortConvolution`.
+        token_shift: whether each channel of x mixes with that of the token before (causal only),
+            see `TokenShift`.
+        output_gate: whether the heads are multiplied by silu(W x) before the output projection, see
+            `OutputGate`.
+        local_heads, window: how many of the heads, the last ones, are softmax attention to the last
+            `window` tokens instead (causal only), see `LocalHeads`. With RoPE, unless rotate is
+            "none".
         causal: token m sees n <= m (a state can be carried), or all tokens (an encoder).
         dropout: after the output projection. bias: in the projections.
 
@@ -87,6 +94,11 @@ class RotaryLinearAttention(AttentionBase):
         denominator: str = "unrotated",
         output_norm: bool = False,
         decay: str = "none",
+        short_conv: int = 0,
+        token_shift: bool = False,
+        output_gate: bool = False,
+        local_heads: int = 0,
+        window: int = 64,
         causal: bool = True,
         dropout: float = 0.0,
         bias: bool = False,
@@ -100,6 +112,9 @@ class RotaryLinearAttention(AttentionBase):
             head_dim=head_dim,
             value_dim=value_dim,
             qk_norm=qk_norm,
+            short_conv=short_conv,
+            token_shift=token_shift,
+            output_gate=output_gate,
             causal=causal,
             dropout=dropout,
             bias=bias,
@@ -107,18 +122,21 @@ class RotaryLinearAttention(AttentionBase):
         check_choices(
             rotate=(rotate, ROTATE),
             denominator=(denominator, DENOMINATORS),
-            decay=(decay, DECAYS),
             backend=(backend, ("auto", *BACKENDS)),
         )
-        if decay != "none" and not causal:
-            raise ValueError(f"decay={decay!r} needs causal=True: without an order nothing decays")
         self.rotate, self.denominator, self.output_norm = rotate, denominator, output_norm
+        if local_heads:
+            turn = None
+            if rotate != "none":
+                turn = Rotary(self.head_dim, rotary_base, rotary_fraction, pairing)
+            self.local = self._make_local(local_heads, window, turn)
+        kv_heads = self._far_heads()[1]
         self.backend, self.chunk_size = backend, chunk_size
         options: dict[str, object] = {"features": features, "redraw_interval": redraw_interval}
         given = {name: value for name, value in options.items() if value is not None}
         if isinstance(feature_map, str):
             if getattr(FEATURE_MAPS.get(feature_map), "per_head", False):
-                given["heads"] = self.kv_heads
+                given["heads"] = kv_heads
             feature_map = make_feature_map(feature_map, self.head_dim, **given)
         elif not isinstance(feature_map, FeatureMap) or feature_map.head_dim != self.head_dim:
             raise ValueError(
@@ -134,16 +152,35 @@ class RotaryLinearAttention(AttentionBase):
         self.rotary = None
         if rotate != "none":
             width = feature_map.feature_dim if rotate == "after" else self.head_dim
-            self.rotary = make_rotary(width, rotary_base, rotary_fraction, pairing, rotary_scaling)
+            self.rotary = self._make_rotary(
+                width, rotary_base, rotary_fraction, pairing, rotary_scaling
+            )
             check_expansion(feature_map, self.rotary, rotate)
             check_cosformer(feature_map, self.rotary, rotate)
             check_rotation(
                 self.rotary, rotate=rotate, causal=causal, state=False, packed=False, one_clock=True
             )
-        self.gate = nn.Linear(dim, self.kv_heads) if decay == "learned" else None
-        if self.gate is not None:
-            nn.init.constant_(self.gate.bias, GATE_BIAS)
+        if self.local is not None and getattr(self.rotary, "axes", 1) > 1:
+            raise ValueError(
+                f"local_heads={local_heads} look back along one axis; use another rotary_scaling "
+                "than 'axial', or no local heads"
+            )
+        self.gate = make_decay(decay, dim, kv_heads)
+        if self.gate is not None and not causal:
+            raise ValueError(f"decay={decay!r} needs causal=True: without an order nothing decays")
         self._sign(feature_map, self.rotary, f"rotate={rotate}", f"denominator={denominator}")
+
+    def _make_local(self, heads: int, window: int, rotary: Rotary | None) -> LocalHeads:
+        self._check_order(local_heads=heads)
+        group = self.heads // self.kv_heads
+        if not isinstance(heads, int) or heads % group or not 0 < heads < self.heads:
+            raise ValueError(
+                f"local_heads={heads!r} must leave one of heads={self.heads} linear, and be a "
+                f"multiple of heads / kv_heads = {group}, which share a key head"
+            )
+        return LocalHeads(
+            heads, heads // group, window, rotary=rotary, output_norm=self.output_norm
+        )
 
     def _attend(
         self,
@@ -151,6 +188,7 @@ class RotaryLinearAttention(AttentionBase):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        rotary: Any,
         at_q: Tensor,
         at_k: Tensor | None,
         key_mask: Tensor | None,
@@ -158,20 +196,17 @@ class RotaryLinearAttention(AttentionBase):
         state: Any,
         return_state: bool,
     ) -> tuple[Tensor, Any]:
-        gate = None
-        if self.gate is not None:
-            gate = rearrange(F.logsigmoid(full_precision(self.gate(x))), "b t h -> b h t")
         result = linear_attention(
             q,
             k,
             v,
             feature_map=self.feature_map,
-            rotary=self.rotary,
+            rotary=rotary,
             rotate=self.rotate,
             denominator=self.denominator,
             causal=self.causal,
             key_mask=key_mask,
-            log_decay=gate,
+            log_decay=None if self.gate is None else self.gate(x),
             positions=at_q,
             key_positions=at_k,
             segment_ids=documents,

@@ -1,4 +1,4 @@
-"""What both attention layers share: heads, projections, positions, and what they refuse."""
+"""What both attention layers share: heads, projections, mixing, positions, what they refuse."""
 
 from __future__ import annotations
 
@@ -9,9 +9,18 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from linear_rope.arguments import check_key_mask
+from linear_rope.local_attention import LocalHeads
+from linear_rope.mixing import OutputGate, ShortConvolution, TokenShift
 from linear_rope.rotary import can_read, resolve_positions
+from linear_rope.rotary_variants import make_rotary
 from linear_rope.segments import resolve_segments
-from linear_rope.states import AttentionState, signature
+from linear_rope.selective import (
+    GivenRotation,
+    SelectiveRotation,
+    is_selective,
+    make_selective,
+)
+from linear_rope.states import AttentionState, MixedState, signature
 
 __all__ = ["AttentionBase"]
 
@@ -19,8 +28,12 @@ __all__ = ["AttentionBase"]
 class AttentionBase(nn.Module):
     """A multi-head layer but for the attention itself, which is the subclass's `_attend`.
 
-    A subclass sets `state_type`, `rotary` (a `Rotation` or None), and calls `_sign` with all that
-    its states depend on. Arguments as in `RotaryLinearAttention`.
+    A subclass sets `state_type`, `rotary` (a `Rotation`, a `SelectiveRotation` or None), maybe
+    `local` (`LocalHeads`, the last ones), and calls `_sign` with all that its states depend on.
+    Arguments as in `RotaryLinearAttention`.
+
+    With a part that looks back beside attention (`mixed`), states are `MixedState`s of that of
+    attention, and of theirs; else they are those of attention.
     """
 
     state_type: Any = AttentionState
@@ -35,6 +48,9 @@ class AttentionBase(nn.Module):
         head_dim: int | None,
         value_dim: int | None,
         qk_norm: bool,
+        short_conv: int,
+        token_shift: bool,
+        output_gate: bool,
         causal: bool,
         dropout: float,
         bias: bool,
@@ -71,6 +87,19 @@ class AttentionBase(nn.Module):
         if qk_norm:
             self.query_norm = nn.RMSNorm(head_dim, eps=1e-6)
             self.key_norm = nn.RMSNorm(head_dim, eps=1e-6)
+        if not isinstance(short_conv, int) or short_conv < 0:
+            raise ValueError(
+                f"short_conv={short_conv!r} must be 0 (none) or the tokens that the convolution "
+                "sees, such as 4"
+            )
+        self._check_order(short_conv=short_conv, token_shift=token_shift)
+        self.shift = TokenShift(dim) if token_shift else None
+        self.convolution: ShortConvolution | None = None
+        if short_conv:
+            channels = (heads + kv_heads) * head_dim + kv_heads * value_dim
+            self.convolution = ShortConvolution(channels, short_conv)
+        self.output_gate = OutputGate(dim, heads * value_dim, bias) if output_gate else None
+        self.local: LocalHeads | None = None
         self.out = nn.Linear(heads * value_dim, dim, bias=bias)
         self.dropout = nn.Dropout(dropout)
 
@@ -107,6 +136,7 @@ class AttentionBase(nn.Module):
         if (state is not None or return_state) and not self.causal:
             raise ValueError("a state needs causal=True: without it attention sees all at once")
         self.check_state(state, x.shape[0])
+        past = state if isinstance(state, MixedState) else MixedState(state)
         documents = resolve_segments(
             x.shape[0], x.shape[1], segment_ids, cu_seqlens, x.device, key_mask
         )
@@ -132,18 +162,41 @@ class AttentionBase(nn.Module):
             at_k = resolve_positions(
                 context.shape[1],
                 context_positions,
+                name="context_positions",
                 key_mask=key_mask,
                 batch=batch,
                 device=device,
                 axes=axes,
             )
-        heads, after = self._attend(
-            x, *self._project(x, context), at_q, at_k, key_mask, documents, state, return_state
+        # 1. What looks back: these need causal=True, so that there is no context.
+        rows: dict[str, Any] = {"key_mask": key_mask, "segment_ids": documents}
+        last = shifted = turned = window = None
+        if self.shift is not None:
+            x, shifted = self.shift(x, state=past.shift, return_state=True, **rows)
+        q, k, v, convolved = self._project(x, context, past.convolution, rows)
+        rotary = self.rotary
+        if isinstance(rotary, SelectiveRotation):
+            cos, sin, turned = rotary(x, state=past.rotation, return_state=True, **rows)
+            rotary = GivenRotation(cos, sin, rotary.pairing)
+        # 2. Attention, the last heads on their own where they are local.
+        near, (n, m) = None, self._far_heads()
+        if self.local is not None:
+            near, window = self.local(q[:, n:], k[:, m:], v[:, m:], at_q, state=past.window, **rows)
+            q, k, v = q[:, :n], k[:, :m], v[:, :m]
+        heads, last = self._attend(
+            x, q, k, v, rotary, at_q, at_k, key_mask, documents, past.attention, return_state
         )
-        # (batch, head, time, width) back to (batch, time, dim): the one rearrangement on the way
-        # out.
-        merged = self.dropout(self.out(rearrange(heads, "b h t d -> b t (h d)")))
-        return (merged, after) if return_state else merged
+        if near is not None:
+            heads = torch.cat([heads, near], dim=1)
+        # 3. (batch, head, time, width) back to (batch, time, dim): the one rearrangement on the
+        # way out.
+        merged = rearrange(heads, "b h t d -> b t (h d)")
+        if self.output_gate is not None:
+            merged = self.output_gate(merged, x)
+        merged = self.dropout(self.out(merged))
+        if not return_state:
+            return merged
+        return merged, MixedState(last, shifted, convolved, turned, window) if self.mixed else last
 
     def _attend(
         self,
@@ -151,6 +204,7 @@ class AttentionBase(nn.Module):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        rotary: Any,
         at_q: Tensor,
         at_k: Tensor | None,
         key_mask: Tensor | None,
@@ -160,22 +214,62 @@ class AttentionBase(nn.Module):
     ) -> tuple[Tensor, Any]:
         """Heads (batch, head, time, value width), and the state, or None if not asked for.
 
+        rotary: what turns queries and keys, or None.
         at_q, at_k: the positions; at_k is None where the keys are those of x.
         """
         raise NotImplementedError
 
-    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as (batch, head, time, width): the one rearrangement on the way in."""
+    def _project(
+        self, x: Tensor, context: Tensor | None, past: Tensor | None, rows: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """q, k, v as (batch, head, time, width): the one rearrangement on the way in.
+
+        And what the convolution leaves behind, if there is one; `past` is what it left before.
+        """
         source = x if context is None else context
         q, k, v = self.query(x), self.key(source), self.value(source)
+        after = None
+        if self.convolution is not None:
+            sizes = [y.shape[-1] for y in (q, k, v)]
+            mixed, after = self.convolution(
+                torch.cat([q, k, v], dim=-1), state=past, return_state=True, **rows
+            )
+            q, k, v = mixed.split(sizes, dim=-1)
         q = rearrange(q, "b t (h d) -> b h t d", h=self.heads)
         k, v = (rearrange(y, "b t (h d) -> b h t d", h=self.kv_heads) for y in (k, v))
+        return *self.norm_heads(q, k), v, after
+
+    def norm_heads(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys, divided by their root mean square a head if the layer does so."""
         if self.query_norm is not None and self.key_norm is not None:
             # The gains may be wider than the projections: autocast narrows only the latter.
             wide = self.query_norm.weight.dtype
             q = self.query_norm(q.to(wide)).to(q.dtype)
             k = self.key_norm(k.to(wide)).to(k.dtype)
-        return q, k, v
+        return q, k
+
+    def _make_rotary(
+        self, width: int, base: float, fraction: float, pairing: str, scaling: Any
+    ) -> Any:
+        """`make_rotary`, or a rotation that reads the layer's input."""
+        if not is_selective(scaling):
+            return make_rotary(width, base, fraction, pairing, scaling)
+        self._check_order(rotary_scaling=scaling)
+        heads = self._far_heads()[1]
+        return make_selective(scaling, self.dim, heads, width, base, fraction, pairing)
+
+    def _far_heads(self) -> tuple[int, int]:
+        """Heads, and key heads, that are not local: the first ones."""
+        if self.local is None:
+            return self.heads, self.kv_heads
+        return self.heads - self.local.heads, self.kv_heads - self.local.kv_heads
+
+    def _check_order(self, **options: Any) -> None:
+        for name, value in options.items():
+            if value and not self.causal:
+                raise ValueError(
+                    f"{name}={value!r} needs causal=True: it follows the order of the tokens"
+                )
 
     def _check(
         self,
@@ -215,6 +309,10 @@ class AttentionBase(nn.Module):
 
     def _sign(self, *parts: object) -> None:
         """Name what the layer's states depend on; its states carry the mark of it."""
+        mixing: tuple[object, ...] = (self.shift, self.convolution, self.local)
+        mixing = tuple(part for part in mixing if part is not None)
+        self.mixed = bool(mixing) or isinstance(self.rotary, SelectiveRotation)
+        parts = (*parts, *mixing)
         self.origin = " ".join(", ".join(map(str, parts)).split())
         self.made_by = signature(type(self).__name__, *parts)
 
@@ -225,14 +323,18 @@ class AttentionBase(nn.Module):
         """Refuses a state of another kind of layer, batch, number of heads, map or rotation."""
         if state is None:
             return
-        got = type(state).__name__
-        fits = isinstance(state, self.state_type)
+        got, mixed = type(state).__name__, isinstance(state, MixedState)
+        parts = state if isinstance(state, MixedState) else MixedState(state)
+        state, want = parts.attention, (batch, self._far_heads()[1])
+        fits = isinstance(state, self.state_type) and mixed == self.mixed
+        fits = fits and self._has_parts(parts)
         if fits:
             got = f"one for {tuple(state[0].shape[:2])}"
-        if not fits or state[0].shape[:2] != (batch, self.kv_heads):
+        if not fits or state[0].shape[:2] != want:
+            kind = MixedState if self.mixed else self.state_type
             raise ValueError(
-                f"state must be the {self.state_type.__name__} that this layer returned, for "
-                f"(batch, key head) = {(batch, self.kv_heads)}, got {got}"
+                f"state must be the {kind.__name__} that this layer returned, for "
+                f"(batch, key head) = {want}, got {got}"
             )
         marks = state.made_by.tolist() if state.made_by.ndim and can_read(state.made_by) else []
         if any(mark != self.made_by for mark in marks):
@@ -241,3 +343,9 @@ class AttentionBase(nn.Module):
                 f", that of this layer ({self.origin}) is {self.made_by}; pass a state that this "
                 "layer returned, or none"
             )
+
+    def _has_parts(self, state: MixedState) -> bool:
+        """Whether it has a part for each of the layer's that looks back, and no other."""
+        selective = self.rotary if isinstance(self.rotary, SelectiveRotation) else None
+        mine = (self.shift, self.convolution, selective, self.local)
+        return all((a is None) == (b is None) for a, b in zip(mine, state[1:], strict=True))

@@ -5,15 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from linear_rope.arguments import DECAYS, DENOMINATORS, ROTATE, check_choices
+from linear_rope.arguments import DENOMINATORS, ROTATE, check_choices
 from linear_rope.causal import BACKENDS
+from linear_rope.decays import make_decay
 from linear_rope.feature_maps import FEATURE_MAPS
 from linear_rope.rotary import PAIRINGS
 from linear_rope.rotary_variants import make_rotary
+from linear_rope.selective import is_selective, make_selective
 
-__all__ = ["ATTENTION", "POSITIONS", "Config"]
+__all__ = ["ATTENTION", "BLOCKS", "POSITIONS", "Config"]
 
 ATTENTION = ("linear", "softmax")
+BLOCKS = ("gpt", "llama")
 POSITIONS = ("none", "sinusoidal", "learned", "rotary", "cosformer")
 EXPANDED = tuple(name for name in FEATURE_MAPS if name.endswith("-expand"))
 
@@ -26,15 +29,20 @@ class Config:
         vocab_size, dim, layers, heads: sizes; `heads` divides `dim`.
         attention: "linear" (`RotaryLinearAttention`) or "softmax" (`SoftmaxAttention`).
         kv_heads, feature_map, features, redraw_interval, rotate, denominator, output_norm,
-            qk_norm, decay, rotary_base, rotary_fraction, rotary_scaling, pairing, backend,
-            chunk_size: see `RotaryLinearAttention`; rotary_scaling is a text or None here, so that
-            a config can be saved.
+            qk_norm, decay, short_conv, token_shift, output_gate, local_heads, window, rotary_base,
+            rotary_fraction, rotary_scaling, pairing, backend, chunk_size: see
+            `RotaryLinearAttention`; rotary_scaling is a text or None here, so that a config can be
+            saved.
         position: "rotary" (inside attention, as `rotate` says), "cosformer" (the same, for the
             re-weighting of `CosFormer`: an expanded feature map, denominator="rotated"),
             "sinusoidal" or "learned" (added to the embeddings), or "none".
         max_length: rows of the table of position="learned", or L of "cosformer"; nothing else has
             a longest length.
-        mlp_ratio: hidden width of the feed-forward layer over `dim`.
+        block: "gpt" (LayerNorm; feed-forward layer of two matrices with GELU) or "llama" (RMSNorm;
+            of three with SwiGLU, arXiv 2002.05202; no biases).
+        mlp_ratio: hidden width of the feed-forward layer over `dim`; for block="llama" two thirds
+            of that are taken (8/3 of dim for the ratio 4), rounded, so that three matrices have the
+            parameters of two. Any ratio will do, also 3.47.
         dropout: on embeddings, attention output and feed-forward output.
         bias: in the linear layers. tie_embeddings: the output layer is the embedding.
     """
@@ -54,11 +62,17 @@ class Config:
     output_norm: bool = False
     qk_norm: bool = False
     decay: str = "none"
+    short_conv: int = 0
+    token_shift: bool = False
+    output_gate: bool = False
+    local_heads: int = 0
+    window: int = 64
     rotary_base: float = 10000.0
     rotary_fraction: float = 1.0
     rotary_scaling: str | None = None
     pairing: str = "interleaved"
     max_length: int | None = None
+    block: str = "gpt"
     mlp_ratio: float = 4.0
     dropout: float = 0.0
     bias: bool = False
@@ -67,19 +81,23 @@ class Config:
     chunk_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "layers", "heads", "max_length"):
+        for name in ("vocab_size", "dim", "layers", "heads", "max_length", "window"):
             value = getattr(self, name)
             if name == "max_length" and value is None:
                 continue
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+        for name in ("short_conv", "local_heads"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name}={value!r} must be an integer of at least 0 (0: none)")
         check_choices(
             attention=(self.attention, ATTENTION),
             feature_map=(self.feature_map, FEATURE_MAPS),
             position=(self.position, POSITIONS),
             rotate=(self.rotate, ROTATE),
             denominator=(self.denominator, DENOMINATORS),
-            decay=(self.decay, DECAYS),
+            block=(self.block, BLOCKS),
             pairing=(self.pairing, PAIRINGS),
             backend=(self.backend, ("auto", *BACKENDS)),
         )
@@ -87,13 +105,22 @@ class Config:
             raise ValueError(f"heads={self.heads} does not divide dim={self.dim}; choose a divisor")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
-        if int(self.dim * self.mlp_ratio) < 1:
+        if self.hidden < 1:
             raise ValueError(
                 f"mlp_ratio={self.mlp_ratio} must leave the feed-forward layer at least one unit"
             )
-        if self.attention == "softmax" and self.decay != "none":
+        if self.block == "llama" and self.bias:
+            raise ValueError("block='llama' has no biases; use bias=False, or block='gpt'")
+        make_decay(self.decay, 1, 1)  # refuses what it must
+        for name, none, why in (
+            ("decay", "none", "softmax attention has no state that could fade"),
+            ("local_heads", 0, "beside softmax heads local ones are no choice"),
+        ):
+            if self.attention == "softmax" and getattr(self, name) != none:
+                raise ValueError(f"{name}={getattr(self, name)!r} needs attention='linear'; {why}")
+        if self.local_heads >= self.heads:
             raise ValueError(
-                f"decay={self.decay!r} needs attention='linear'; softmax attention has no state"
+                f"local_heads={self.local_heads} must leave one of heads={self.heads} linear"
             )
         given = [n for n in ("features", "redraw_interval") if getattr(self, n) is not None]
         if given and (self.attention == "softmax" or not self.feature_map.startswith("favor")):
@@ -112,7 +139,11 @@ class Config:
                     f"rotary_scaling={self.rotary_scaling!r} must be a text in a config, such as "
                     "'yarn:factor=4,original_length=2048'"
                 )
-            make_rotary(4, self.rotary_base, scaling=self.rotary_scaling)  # refuses what it must
+            if is_selective(self.rotary_scaling):
+                base, fraction = self.rotary_base, self.rotary_fraction
+                make_selective(self.rotary_scaling, 4, 1, 4, base, fraction, self.pairing)
+            else:
+                make_rotary(4, self.rotary_base, scaling=self.rotary_scaling)
         if self.position == "learned" and self.max_length is None:
             raise ValueError(
                 "position='learned' needs max_length, the number of positions in its table"
@@ -139,6 +170,14 @@ class Config:
                     f"sum: use {choice}, got {value!r}"
                 )
         make_rotary(4, self.rotary_base, self.rotary_fraction, self.pairing, self.rotation)
+
+    @property
+    def hidden(self) -> int:
+        """Hidden width of the feed-forward layer."""
+        # The small addition keeps a ratio such as 47 / 96 from losing a unit of 96 * 47 / 96.
+        if self.block == "llama":
+            return int(self.dim * self.mlp_ratio * 2 / 3 + 0.5)
+        return int(self.dim * self.mlp_ratio + 1e-6)
 
     @property
     def rotation(self) -> str | None:

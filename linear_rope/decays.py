@@ -17,11 +17,27 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linear_rope.feature_base import full_precision
+from linear_rope.rotary_variants import parse
+from linear_rope.scaling import build
 
-__all__ = ["BIAS", "FixedDecay", "LearnedDecay", "bias_of", "retnet_rates", "spread"]
+__all__ = [
+    "BIAS",
+    "DECAYS",
+    "FixedDecay",
+    "LearnedDecay",
+    "bias_of",
+    "make_decay",
+    "retnet_rates",
+    "spread",
+]
+
+DECAYS = ("none", "fixed", "learned")
 
 # sigmoid(3) = 0.953: a time-scale of 20.6 tokens.
 BIAS = 3.0
+
+# Where learned decays start unless told otherwise: tokens, the first and the last head.
+TIME_SCALES = (4.0, 4096.0)
 
 
 def spread(heads: int, first: float, last: float) -> list[float]:
@@ -123,18 +139,26 @@ class LearnedDecay(nn.Linear):
     Args:
         dim: width of x. heads: key heads.
         time_scales: of the first and of the last head, in tokens, or None.
+        bias: where all heads start without time-scales.
 
     Raises:
-        ValueError: sizes below 1, time-scales that are not positive.
+        ValueError: sizes below 1, time-scales that are not positive, a bias that is not finite.
     """
 
     def __init__(
-        self, dim: int, heads: int, time_scales: tuple[float, float] | None = None
+        self,
+        dim: int,
+        heads: int,
+        time_scales: tuple[float, float] | None = None,
+        *,
+        bias: float = BIAS,
     ) -> None:
         if dim < 1 or heads < 1:
             raise ValueError(f"dim={dim} and heads={heads} must both be at least 1")
+        if not math.isfinite(bias):
+            raise ValueError(f"bias={bias} of a decay must be finite")
         # Before the linear layer is made, for it resets its parameters itself.
-        self.biases = [BIAS] * heads
+        self.biases = [float(bias)] * heads
         self.time_scales = time_scales
         if time_scales is not None:
             self.biases = [bias_of(tau) for tau in spread(heads, *time_scales)]
@@ -156,3 +180,48 @@ class LearnedDecay(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, time_scales={self.time_scales}"
+
+
+def make_decay(text: str, dim: int, heads: int) -> FixedDecay | LearnedDecay | None:
+    """A decay from what a configuration can hold.
+
+    Args:
+        text: "none"; "fixed" (`FixedDecay`; options first and last: the exponents of the first and
+            of the last head); or "learned" (`LearnedDecay`; options first and last: their
+            time-scales in tokens, 4 and 4096 by default; or bias: where all heads start alike, such
+            as bias=3): NAME or NAME:OPTION=VALUE,OPTION=VALUE, like "learned:first=4,last=4096".
+        dim: width of the layer's input. heads: key heads.
+
+    Raises:
+        ValueError: an unknown name or option, a value that does not fit.
+    """
+    try:
+        name, options = parse(text)
+    except ValueError:
+        raise ValueError(
+            f"decay={text!r} must be a text, NAME or NAME:OPTION=VALUE,OPTION=VALUE, each option "
+            "once, such as 'learned:first=4,last=4096'"
+        ) from None
+    words = [f"{key}={value!r}" for key, value in options.items() if isinstance(value, str)]
+    if words:
+        raise ValueError(f"decay={text!r} has {words[0]}, which must be a number")
+
+    def fixed(first: float = 2.0, last: float = 5.0) -> FixedDecay:
+        return FixedDecay(heads, (first, last))
+
+    def learned(
+        first: float | None = None, last: float | None = None, bias: float | None = None
+    ) -> LearnedDecay:
+        if bias is not None and (first, last) != (None, None):
+            raise ValueError(
+                f"decay={text!r} says twice where the heads start; give bias, or first and last"
+            )
+        if bias is not None:
+            return LearnedDecay(dim, heads, None, bias=bias)
+        longest, shortest = TIME_SCALES[1], TIME_SCALES[0]
+        scales = (shortest if first is None else first, longest if last is None else last)
+        return LearnedDecay(dim, heads, scales)
+
+    known = {"none": lambda: None, "fixed": fixed, "learned": learned}
+    made: FixedDecay | LearnedDecay | None = build("decay", name, known, options)
+    return made

@@ -118,21 +118,21 @@ def decode_step(
     above_q, above_k = above.split(heads, 1)
     below_q, below_k = (above if signed else below).split(heads, 1)
     # The query heads of a key head are rows of one product.
-    groups = (k.shape[0], k.shape[1], heads[0] // heads[1])
+    groups = (k.shape[0], k.shape[1], heads[0] // heads[1], phi.feature_dim)
 
     old, z = state.S, state.z
     if log_decay is not None:
         fade = log_decay.to(q.dtype).exp()
         old, z = old * fade.unsqueeze(-1), z * fade
     S = torch.addcmul(old, above_k.mT, v)
-    out = above_q.reshape(*groups, -1) @ S
+    out = above_q.reshape(groups) @ S
     if denominator == "none":
         z = torch.zeros_like(z)
     else:
         z = z + below_k.squeeze(2)
-        den = below_q.reshape(*groups, -1) @ z.unsqueeze(-1)
+        den = below_q.reshape(groups) @ z.unsqueeze(-1)
         out = out / (den if sure and not signed else divisor(den, signed))
-    out = out.reshape(*q.shape[:3], -1)
+    out = out.reshape(*q.shape[:3], v.shape[3])
     return out, AttentionState(S, z, state.stabilizer.clone(), at + 1)
 
 
@@ -196,5 +196,5 @@ def _turned(x: Tensor, turns: Tensor | None, rotary: Rotary) -> Tensor:
     assert turns is not None
     if rotary.pairing == "half" or rotary.rotated_width < rotary.width:
         return rotate(x, turns.real, turns.imag, rotary.pairing)
-    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2))
     return torch.view_as_real(pairs * turns).view(x.shape)

@@ -193,7 +193,13 @@ def linear_attention(
         at_k = at_q
         if not one_clock:
             at_k = resolve_positions(
-                k.shape[2], key_positions, key_mask=key_mask, batch=batch, device=device, axes=axes
+                k.shape[2],
+                key_positions,
+                key_mask=key_mask,
+                batch=batch,
+                device=device,
+                axes=axes,
+                name="key_positions",
             )
 
         if rotary is not None and rotate == "before":

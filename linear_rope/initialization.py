@@ -7,31 +7,40 @@ import hashlib
 import torch
 from torch import nn
 
-from linear_rope.attention import GATE_BIAS
+from linear_rope.decays import LearnedDecay
 from linear_rope.feature_maps import Hedgehog, RandomFeatures
+from linear_rope.mixing import ShortConvolution, TokenShift
 from linear_rope.rotary_variants import LearnedRotary
+from linear_rope.selective import SelectiveRotation
 
 __all__ = ["EMBEDDING_STD", "initialize"]
 
 EMBEDDING_STD = 0.02
 
+# What starts at values that are not drawn.
+GIVEN = (nn.LayerNorm, nn.RMSNorm, LearnedRotary, Hedgehog, ShortConvolution, TokenShift)
 
-def initialize(model: nn.Module, seed: int, layers: int) -> None:
+
+def initialize(model: nn.Module, seed: int, layers: int, features_seed: int | None = None) -> None:
     """Draw every parameter anew; what is drawn is said at `LanguageModel.initialize`."""
     depth = (2 * layers) ** 0.5
     with torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, RandomFeatures):
-                module.reset(_seed(seed, name))
-            elif isinstance(module, nn.LayerNorm | nn.RMSNorm | LearnedRotary | Hedgehog):
+                module.reset(_seed(seed if features_seed is None else features_seed, name))
+            elif isinstance(module, GIVEN):
                 module.reset_parameters()
+            elif isinstance(module, SelectiveRotation):
+                module.reset_parameters(torch.Generator().manual_seed(_seed(seed, name)))
             elif isinstance(module, nn.Linear | nn.Embedding):
                 std = EMBEDDING_STD
                 if isinstance(module, nn.Linear):
                     residual = name.endswith(("attention.out", "down"))
                     std = module.in_features**-0.5 / (depth if residual else 1.0)
-                    if module.bias is not None:
-                        module.bias.fill_(GATE_BIAS if name.endswith(".gate") else 0.0)
+                    if isinstance(module, LearnedDecay):
+                        module.reset_bias()
+                    elif module.bias is not None:
+                        module.bias.zero_()
                 generator = torch.Generator().manual_seed(_seed(seed, name))
                 drawn = torch.randn(
                     module.weight.shape, generator=generator, dtype=torch.float32, device="cpu"

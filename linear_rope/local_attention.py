@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from linear_rope.arguments import check_key_mask
 from linear_rope.mixing import Row, check_segments
+from linear_rope.rotary import Rotary
 from linear_rope.states import _to
 
-__all__ = ["WindowCache", "local_attention"]
+__all__ = ["LocalHeads", "WindowCache", "local_attention"]
 
 # Queries a block has at least: many tiny products are slow.
 BLOCK = 64
@@ -96,6 +97,67 @@ def local_attention(
     if row.goes_on is not None:
         mask = mask & row.goes_on
     return out, WindowCache(row.end(keys, 2), row.end(values, 2), mask)
+
+
+class LocalHeads(nn.Module):
+    """Heads of a layer that attend by `local_attention`, with RoPE before it. No parameters.
+
+    The rotation is always plain: rules that stretch it are for distances beyond a window.
+
+    Args:
+        heads, kv_heads: how many of the layer's heads, and of its key heads.
+        window: see `local_attention`.
+        rotary: of their queries and keys, or None.
+        output_norm: divide each head's output by its root mean square.
+    """
+
+    def __init__(
+        self,
+        heads: int,
+        kv_heads: int,
+        window: int,
+        *,
+        rotary: Rotary | None = None,
+        output_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        if not isinstance(window, int) or window < 1:
+            raise ValueError(
+                f"window={window!r} must be an integer of at least 1: a token sees itself"
+            )
+        self.heads, self.kv_heads, self.window = heads, kv_heads, window
+        self.rotary, self.output_norm = rotary, output_norm
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        positions: Tensor,
+        *,
+        key_mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        state: WindowCache | None = None,
+    ) -> tuple[Tensor, WindowCache]:
+        """Arguments and results as in `local_attention`; positions (time,) or (batch, time)."""
+        if self.rotary is not None:
+            q, k = self.rotary(q, positions), self.rotary(k, positions)
+        out, after = local_attention(
+            q,
+            k,
+            v,
+            self.window,
+            key_mask=key_mask,
+            segment_ids=segment_ids,
+            state=state,
+            return_state=True,
+        )
+        if self.output_norm:
+            out = F.rms_norm(out, out.shape[-1:], eps=1e-6)
+        return out, after
+
+    def extra_repr(self) -> str:
+        return f"{self.heads}, {self.kv_heads}, window={self.window}, rotary={self.rotary}"
 
 
 def _blocks(

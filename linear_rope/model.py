@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linear_rope.arguments import check_key_mask
-from linear_rope.attention import RotaryLinearAttention, SoftmaxAttention
+from linear_rope.block import Block, make_norm
 from linear_rope.config import Config
 from linear_rope.initialization import EMBEDDING_STD, initialize
 from linear_rope.losses import linear_cross_entropy
@@ -19,78 +19,9 @@ from linear_rope.rotary import can_read, has_values, resolve_positions
 from linear_rope.sampling import check_sampling, pick
 from linear_rope.segments import resolve_segments, unpack
 from linear_rope.states import ModelState
+from linear_rope.stepping import can_step, step
 
 __all__ = ["Block", "Config", "Encoder", "LanguageModel"]
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + feed-forward(norm(x)): the pre-norm block of GPT-2."""
-
-    def __init__(self, config: Config, *, causal: bool = True) -> None:
-        super().__init__()
-        c = config
-        rotate = c.rotate if c.position in ("rotary", "cosformer") else "none"
-        shared: dict[str, Any] = {
-            "rotate": rotate,
-            "rotary_base": c.rotary_base,
-            "rotary_fraction": c.rotary_fraction,
-            "rotary_scaling": c.rotation,
-            "pairing": c.pairing,
-            "kv_heads": c.kv_heads,
-            "qk_norm": c.qk_norm,
-            "output_norm": c.output_norm,
-            "causal": causal,
-            "dropout": c.dropout,
-            "bias": c.bias,
-        }
-        self.attention: nn.Module
-        if c.attention == "softmax":
-            self.attention = SoftmaxAttention(c.dim, c.heads, **shared)
-        else:
-            self.attention = RotaryLinearAttention(
-                c.dim,
-                c.heads,
-                feature_map=c.feature_map,
-                features=c.features,
-                redraw_interval=c.redraw_interval,
-                denominator=c.denominator,
-                decay=c.decay,
-                backend=c.backend,
-                chunk_size=c.chunk_size,
-                **shared,
-            )
-        hidden = int(c.dim * c.mlp_ratio)
-        self.attention_norm = nn.LayerNorm(c.dim, bias=c.bias)
-        self.mlp_norm = nn.LayerNorm(c.dim, bias=c.bias)
-        self.up = nn.Linear(c.dim, hidden, bias=c.bias)
-        self.down = nn.Linear(hidden, c.dim, bias=c.bias)
-        self.dropout = nn.Dropout(c.dropout)
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        key_mask: Tensor | None = None,
-        positions: Tensor | None = None,
-        segment_ids: Tensor | None = None,
-        state: Any = None,
-        return_state: bool = False,
-    ) -> Any:
-        """(batch, time, dim) -> the same, and the layer's new state if asked for."""
-        attended = self.attention(
-            self.attention_norm(x),
-            key_mask=key_mask,
-            positions=positions,
-            segment_ids=segment_ids,
-            state=state,
-            return_state=return_state,
-        )
-        after = None
-        if return_state:
-            attended, after = attended
-        x = x + attended
-        x = x + self.dropout(self.down(F.gelu(self.up(self.mlp_norm(x)))))
-        return (x, after) if return_state else x
 
 
 class _Stack(nn.Module):
@@ -106,18 +37,20 @@ class _Stack(nn.Module):
         )
         self.dropout = nn.Dropout(c.dropout)
         self.blocks = nn.ModuleList(Block(c, causal=causal) for _ in range(c.layers))
-        self.norm = nn.LayerNorm(c.dim, bias=c.bias)
+        self.norm = make_norm(c)
 
-    def initialize(self, seed: int) -> None:
+    def initialize(self, seed: int, features_seed: int | None = None) -> None:
         """Draw every parameter anew, each from a generator of its own seeded by (seed, its name).
 
         So two models that share a parameter's name and shape share its value, whatever else they
         have: what a comparison of methods needs. Linear layers: normal with standard deviation
         1/sqrt(fan in), the two that write into the residual stream divided by sqrt(2 layers)
-        (GPT-2); embeddings 0.02; biases 0 but for the decay gate's (3); norms 1; random features
-        from (seed, name) too; learned frequencies as fixed ones; learned feature maps the identity.
+        (GPT-2); embeddings 0.02; biases 0 but for learned decays' (their time-scales); norms 1;
+        random features from (features_seed, name), or (seed, name) without one; learned
+        frequencies as fixed ones; learned feature maps, convolutions and token shifts the identity;
+        selective rotations as they say.
         """
-        initialize(self, seed, self.config.layers)
+        initialize(self, seed, self.config.layers, features_seed)
 
     def _initialize_at_construction(self) -> None:
         if not self.embedding.weight.is_meta:
@@ -245,7 +178,7 @@ class LanguageModel(_Stack):
         x, after = self._run(
             tokens, key_mask, positions, segment_ids, cu_seqlens, state, return_state
         )
-        logits = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
+        logits = self._logits(x)
         return (logits, after) if return_state else logits
 
     def loss(self, tokens: Tensor, targets: Tensor | None = None, **inputs: Any) -> Tensor:
@@ -310,8 +243,20 @@ class LanguageModel(_Stack):
     @torch.no_grad()
     def decode(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
         """One more token a row, (batch,): its successor's logits (batch, vocab_size), new state."""
-        logits, state = self(tokens[:, None], state=state, return_state=True)
+        tokens = tokens[:, None]
+        if self.position_embedding is None and self.config.position != "sinusoidal":
+            self._check(tokens, None, state)
+            if can_step(self.blocks, tokens.device):
+                return self._step(tokens, state)
+        logits, state = self(tokens, state=state, return_state=True)
         return logits[:, -1], state
+
+    def _step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
+        x, layers = step(self.blocks, self.embedding(tokens), state.layers)
+        return self._logits(self.norm(x))[:, 0], ModelState(layers)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
 
     def stream(
         self,

@@ -21,6 +21,9 @@ __all__ = ["PAIRINGS", "Rotary", "Rotation", "resolve_positions", "rotate"]
 
 PAIRINGS = ("interleaved", "half")
 
+# From here on float64, in which angles are formed, skips integers.
+TOO_FAR = 2**53
+
 
 class Rotation(Protocol):
     """What `linear_attention` takes as `rotary`: a width, and a call on heads and positions.
@@ -258,6 +261,7 @@ def resolve_positions(
     batch: int | None = None,
     device: torch.device | str | None = None,
     axes: int = 1,
+    name: str = "positions",
 ) -> Tensor:
     """The integer position of every token, (time,) or (batch, time) int64.
 
@@ -273,26 +277,27 @@ def resolve_positions(
         batch: rows, to check shapes; None accepts any.
         axes: more than 1 (a rotation's `axes`) takes ids only, with that many numbers a token:
             (time, axes) or (batch, time, axes), returned as int64.
+        name: what errors call `positions`.
 
     Raises:
-        ValueError: positions that are not integers, negative, or of another shape.
+        ValueError: positions that are not integers, negative, 2^53 or more, or of another shape.
     """
     first: int | Tensor
     if axes > 1:
-        return _several_axes(positions, length, batch, axes).to(device=device, dtype=torch.int64)
+        ids = _several_axes(positions, length, batch, axes, name)
+        return ids.to(device=device, dtype=torch.int64)
     if isinstance(positions, Tensor):
-        _check_positions(positions, length, batch)
+        _check_positions(positions, length, batch, name)
         first = positions.to(device=device, dtype=torch.int64)
         if positions.ndim > 0 and positions.shape[-1] == length:
             return first
     elif positions is not None:
         if isinstance(positions, bool) or not isinstance(positions, int):
             raise ValueError(
-                f"positions={positions!r} must be an integer (the first token's position) or an "
+                f"{name}={positions!r} must be an integer (the first token's position) or an "
                 "integer tensor"
             )
-        if positions < 0:
-            raise ValueError(f"positions={positions} must not be negative; count from 0")
+        _check_range(name, positions, positions)
         first = positions
     else:
         first = 0 if start is None else start.to(device=device).unsqueeze(-1)
@@ -328,18 +333,25 @@ def next_position(
     key_mask: Tensor | None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """The position that follows each row's last real token, (batch,) int64."""
-    first = positions.new_zeros(batch) if start is None else start
+    """The position that follows each row's last real token, (batch,) int64.
+
+    Without a real token that is the position of the row's first token, for which every pad before
+    the first real token stands: a first position that was given is not forgotten.
+    """
     if positions.shape[-1] == 0:
-        return first.clone()
+        return positions.new_zeros(batch) if start is None else start.clone()
+    positions = positions.expand(batch, -1)
+    first = positions[:, 0]
     if documents is not None:
         last = documents == documents[:, -1:]  # the document that a following call goes on with
         first = torch.where(last.all(-1), first, 0)
         key_mask = last if key_mask is None else last & key_mask
     if key_mask is None:
-        return (positions[..., -1] + 1).expand(batch).clone()
-    seen = torch.where(key_mask, positions, -1).amax(-1) + 1
-    return torch.where(key_mask.any(-1), seen, first)
+        return positions[:, -1] + 1
+    count = torch.arange(1, positions.shape[1] + 1, device=positions.device)
+    upto = torch.where(key_mask, count, 0).amax(-1, keepdim=True)  # the last real token, from 1
+    seen = positions.gather(1, (upto - 1).clamp(min=0)) + 1
+    return torch.where(upto > 0, seen, first[:, None])[:, 0]
 
 
 def boundaries(documents: Tensor) -> Tensor:
@@ -348,46 +360,61 @@ def boundaries(documents: Tensor) -> Tensor:
     return torch.cat([first, documents[:, 1:] != documents[:, :-1]], dim=1)
 
 
-def _check_positions(positions: Tensor, length: int, batch: int | None) -> None:
-    _check_integers(positions)
+def _check_positions(
+    positions: Tensor, length: int, batch: int | None, name: str = "positions"
+) -> None:
+    _check_integers(positions, name)
     shape, rows = tuple(positions.shape), "batch" if batch is None else batch
     fits = positions.ndim == 0 or (positions.ndim == 1 and shape[0] == length)
     if positions.ndim == 2:
         fits = shape[1] in (1, length) and (batch is None or shape[0] == batch)
     if not fits:
         raise ValueError(
-            f"positions must be a single integer, or have shape (time,) = ({length},), "
+            f"{name} must be a single integer, or have shape (time,) = ({length},), "
             f"(batch, time) = ({rows}, {length}) or (batch, 1) = ({rows}, 1), got {shape}"
         )
 
 
 def _several_axes(
-    positions: int | Tensor | None, length: int, batch: int | None, axes: int
+    positions: int | Tensor | None,
+    length: int,
+    batch: int | None,
+    axes: int,
+    name: str = "positions",
 ) -> Tensor:
     got: Any = positions
     if isinstance(positions, Tensor):
-        _check_integers(positions)
+        _check_integers(positions, name)
         got = tuple(positions.shape)
         rows_fit = positions.ndim == 2 or (positions.ndim == 3 and batch in (None, got[0]))
         if rows_fit and got[-2:] == (length, axes):
             return positions
     rows = "batch" if batch is None else batch
     raise ValueError(
-        f"positions of {axes} axes must be given as integers of shape (time, {axes}) = "
+        f"{name} of {axes} axes must be given as integers of shape (time, {axes}) = "
         f"({length}, {axes}) or (batch, time, {axes}) = ({rows}, {length}, {axes}), got {got}; for "
         "an image see linear_rope.rotary_variants.grid_positions"
     )
 
 
-def _check_integers(positions: Tensor) -> None:
+def _check_integers(positions: Tensor, name: str) -> None:
     if positions.is_floating_point() or positions.is_complex() or positions.dtype == torch.bool:
         raise ValueError(
-            f"positions must be integers, got dtype {positions.dtype}; "
+            f"{name} must be integers, got dtype {positions.dtype}; "
             "pass position ids as int64 (angles are formed from them in float64)"
         )
-    if can_read(positions) and positions.numel() and int(positions.min()) < 0:
+    if can_read(positions) and positions.numel():
+        least, most = positions.to(torch.int64).aminmax()
+        _check_range(name, int(least), int(most))
+
+
+def _check_range(name: str, least: int, most: int) -> None:
+    if least < 0:
+        raise ValueError(f"{name} must not be negative, got {least}; count from 0")
+    if most >= TOO_FAR:
         raise ValueError(
-            f"positions must not be negative, got {int(positions.min())}; count positions from 0"
+            f"{name} must be below 2^53, got {most}: angles are formed in float64, which skips "
+            "integers from there on; count from a nearer origin"
         )
 
 

@@ -142,5 +142,7 @@ def segment_max(x: Tensor, fresh: Tensor) -> Tensor:
 
 
 def _integers(name: str, x: Tensor) -> None:
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor of integers, got {type(x)}; use torch.tensor")
     if x.is_floating_point() or x.is_complex() or x.dtype == torch.bool:
         raise ValueError(f"{name} must be integers, got dtype {x.dtype}; use int32 or int64")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -22,10 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linear_rope.mixing import ShortConvolution
-from linear_rope.rotary import boundaries, rotate
-from linear_rope.scaling import powers
+from linear_rope.phases import GivenRotation, running_sum
+from linear_rope.rotary import PAIRINGS
+from linear_rope.rotary_variants import parse
+from linear_rope.scaling import build, powers
 
-__all__ = ["GATES", "TEMPERATURES", "GivenRotation", "SelectiveRotation", "SelectiveState"]
+__all__ = [
+    "GATES",
+    "TEMPERATURES",
+    "GivenRotation",
+    "SelectiveRotation",
+    "SelectiveState",
+    "is_selective",
+    "make_selective",
+]
 
 GATES = ("none", "head", "pair")
 TEMPERATURES = ("rope", "random-features")
@@ -35,10 +44,6 @@ STD = 0.02
 
 # Added to squared norms, so that an input of 0 has a direction (none) and a gradient.
 NORM_EPS = 1e-6
-
-# A turn in the integers that phases are summed in. Sums that overflow do so at 2^64, a multiple of
-# a turn, and stay right.
-TURN = 2.0**62
 
 
 class SelectiveState(NamedTuple):
@@ -63,40 +68,6 @@ class SelectiveState(NamedTuple):
 
 
 torch.serialization.add_safe_globals([SelectiveState])
-
-
-@dataclass(frozen=True)
-class GivenRotation:
-    """A rotation whose tables are given: what `linear_attention` takes as `rotary`.
-
-    Positions are ignored: the tables hold an angle a token.
-
-    Args:
-        cos, sin: (batch, key head, time, pairs). Vectors with more heads share them in groups, as
-            `linear_attention` groups query heads.
-        pairing: see `Rotary`.
-    """
-
-    cos: Tensor
-    sin: Tensor
-    pairing: str = "interleaved"
-
-    @property
-    def width(self) -> int:
-        return 2 * self.cos.shape[-1]
-
-    def __call__(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Rotate x (batch, head, time, width)."""
-        groups = x.shape[1] // self.cos.shape[1]
-        if x.ndim != 4 or x.shape[1] % self.cos.shape[1] or x.shape[2] != self.cos.shape[2]:
-            raise ValueError(
-                f"x of shape {tuple(x.shape)} does not fit tables of shape "
-                f"{tuple(self.cos.shape)} (batch, key head, time, pairs)"
-            )
-        cos, sin = self.cos, self.sin
-        if groups > 1:
-            cos, sin = cos.repeat_interleave(groups, 1), sin.repeat_interleave(groups, 1)
-        return rotate(x, cos, sin, self.pairing)
 
 
 class SelectiveRotation(nn.Module):
@@ -136,6 +107,7 @@ class SelectiveRotation(nn.Module):
         rank: of the projection, or None for the full one. kernel: tokens the convolution sees.
         gate: "none", "head" or "pair" (through `rank`, or 16). bias: whether there is exp(beta).
         temperature, theta, temperature_max: see 6.
+        pairing: which features turn together where the tables are used, see `Rotary`.
 
     Raises:
         ValueError: sizes and names that do not fit.
@@ -154,6 +126,7 @@ class SelectiveRotation(nn.Module):
         temperature: str = "rope",
         theta: float | None = None,
         temperature_max: float = 1.0,
+        pairing: str = "interleaved",
     ) -> None:
         super().__init__()
         sizes = {"dim": dim, "heads": heads, "pairs": pairs, "kernel": kernel}
@@ -167,6 +140,7 @@ class SelectiveRotation(nn.Module):
         for name, choice, known in (
             ("gate", gate, GATES),
             ("temperature", temperature, TEMPERATURES),
+            ("pairing", pairing, PAIRINGS),
         ):
             if choice not in known:
                 raise ValueError(f"{name}={choice!r} is unknown; choose one of: {', '.join(known)}")
@@ -182,6 +156,7 @@ class SelectiveRotation(nn.Module):
         if temperature == "random-features" and pairs < 2:
             raise ValueError("temperature='random-features' needs 2 pairs: the first never turns")
         self.dim, self.heads, self.pairs, self.kernel = dim, heads, pairs, kernel
+        self.gating, self.pairing = gate, pairing
         self.temperature, self.theta, self.temperature_max = temperature, theta, temperature_max
 
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
@@ -256,7 +231,7 @@ class SelectiveRotation(nn.Module):
         with torch.autocast("cpu" if home.type == "meta" else home.type, enabled=False):
             steps, recent = self._increments(x, key_mask, segment_ids, state)
             start = None if state is None else state.phase
-            phase, last = _running_sum(steps, start, segment_ids)
+            phase, last = running_sum(steps, start, segment_ids)
             phase = phase.transpose(1, 2)
             cos, sin = phase.cos().to(home, dtype), phase.sin().to(home, dtype)
         return (cos, sin, SelectiveState(last, recent)) if return_state else (cos, sin)
@@ -329,8 +304,8 @@ class SelectiveRotation(nn.Module):
 
     def extra_repr(self) -> str:
         return (
-            f"{self.dim}, heads={self.heads}, pairs={self.pairs}, "
-            f"temperature={self.temperature!r}, theta={self.theta}"
+            f"{self.dim}, heads={self.heads}, pairs={self.pairs}, gate={self.gating!r}, "
+            f"temperature={self.temperature!r}, theta={self.theta}, pairing={self.pairing!r}"
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SelectiveRotation:
@@ -342,31 +317,76 @@ class SelectiveRotation(nn.Module):
         return super()._apply(keep_precision, recurse)
 
 
-def _running_sum(
-    steps: Tensor, start: Tensor | None, segment_ids: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Sums of steps (batch, time, head, pairs) over time, modulo 2 pi, float64; and the last one.
+def is_selective(text: object) -> bool:
+    """Whether a `rotary_scaling` asks for a rotation that reads its input."""
+    return isinstance(text, str) and text.partition(":")[0].strip() == "selective"
+
+
+def make_selective(
+    text: str,
+    dim: int,
+    heads: int,
+    width: int,
+    base: float = 10000.0,
+    fraction: float = 1.0,
+    pairing: str = "interleaved",
+) -> SelectiveRotation:
+    """A selective rotation from what a configuration can hold.
 
     Args:
-        start: (batch, head, pairs), what the first document goes on from.
-        segment_ids: (batch, time); the sum begins again with each document.
+        text: "selective", or "selective:OPTION=VALUE,..." with options of `SelectiveRotation`:
+            rank (0 for the full projection), kernel, gate, bias (0 or 1), temperature, theta,
+            temperature_max.
+        dim: width of the layer's input. heads: key heads.
+        width: features that turn, even. pairing: see `Rotary`.
+        base, fraction: those of `Rotary`, which only their defaults fit: all features turn, and
+            theta takes the place of the base.
+
+    Raises:
+        ValueError: an unknown option, an odd width, a value that does not fit.
     """
-    batch, length, *shape = steps.shape
-    first = steps.new_zeros(batch, *shape) if start is None else start.to(steps.device)
-    steps = torch.cat([first.unsqueeze(1), steps], dim=1)
-    # The value: in integers, which neither round nor grow, so that no angle is worse than another.
-    turns = steps.detach() / (2 * math.pi)
-    units = ((turns - turns.round()) * TURN).round().to(torch.int64)
-    total = units.cumsum(1)
-    # The gradient: that of a sum in float64.
-    smooth = steps.cumsum(1)
-    if segment_ids is not None and length:
-        # What had come before each document, to be taken off; nothing for the row's first one.
-        fresh = F.pad(boundaries(segment_ids.to(steps.device)), (1, 0))
-        place = torch.arange(length + 1, device=steps.device).masked_fill(~fresh, 0)
-        place = place.cummax(1).values[:, :, None, None].expand(steps.shape)
-        total = total - (total - units).gather(1, place)
-        smooth = smooth - (smooth - steps).gather(1, place)
-    phase = total.remainder(int(TURN)).to(steps.dtype) * (2 * math.pi / TURN)
-    phase = phase + (smooth - smooth.detach())
-    return phase[:, 1:], phase[:, -1].clone()
+    if (base, fraction) != (10000.0, 1.0):
+        raise ValueError(
+            "a selective rotation has theta for a base and turns all features: leave rotary_base "
+            f"and rotary_fraction as they are, got {base} and {fraction}"
+        )
+    if width < 2 or width % 2:
+        raise ValueError(
+            f"a selective rotation turns features in pairs and needs an even width, got {width}; "
+            "choose another head width or number of features"
+        )
+
+    def make(
+        rank: int = 16,
+        kernel: int = 4,
+        gate: str = "none",
+        bias: int = 0,
+        temperature: str = "rope",
+        theta: float | None = None,
+        temperature_max: float = 1.0,
+    ) -> SelectiveRotation:
+        for name, value in (("rank", rank), ("kernel", kernel), ("bias", bias)):
+            if not isinstance(value, int):
+                raise ValueError(f"rotary_scaling={text!r}: {name} must be an integer")
+        if bias not in (0, 1):
+            raise ValueError(f"rotary_scaling={text!r}: bias must be 0 or 1")
+        for name, number in (("theta", theta), ("temperature_max", temperature_max)):
+            if isinstance(number, str):
+                raise ValueError(f"rotary_scaling={text!r}: {name} must be a number")
+        return SelectiveRotation(
+            dim,
+            heads,
+            width // 2,
+            rank=rank or None,
+            kernel=kernel,
+            gate=gate,
+            bias=bool(bias),
+            temperature=temperature,
+            theta=theta,
+            temperature_max=temperature_max,
+            pairing=pairing,
+        )
+
+    name, options = parse(text)
+    made: SelectiveRotation = build("rotary_scaling", name, {"selective": make}, options)
+    return made

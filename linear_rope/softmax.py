@@ -12,7 +12,6 @@ from linear_rope.arguments import ROTATE, check_choices
 from linear_rope.attention_base import AttentionBase
 from linear_rope.cosformer import CosFormer
 from linear_rope.rotary import check_rotation, next_position
-from linear_rope.rotary_variants import make_rotary
 from linear_rope.scaling import Scaling
 from linear_rope.states import KeyValueCache
 from linear_rope.xpos import XPos
@@ -30,7 +29,8 @@ class SoftmaxAttention(AttentionBase):
     Args:
         rotate: "before" (queries and keys are rotated before the softmax kernel; "after" means the
             same here, so that one configuration serves both layers), or "none".
-        others: as in `RotaryLinearAttention`.
+        others: as in `RotaryLinearAttention`; a selective rotation turns queries and keys as a
+            fixed one does, before the kernel.
     """
 
     state_type = KeyValueCache
@@ -50,6 +50,9 @@ class SoftmaxAttention(AttentionBase):
         pairing: str = "interleaved",
         rotary_scaling: str | Scaling | None = None,
         output_norm: bool = False,
+        short_conv: int = 0,
+        token_shift: bool = False,
+        output_gate: bool = False,
         causal: bool = True,
         dropout: float = 0.0,
         bias: bool = False,
@@ -61,6 +64,9 @@ class SoftmaxAttention(AttentionBase):
             head_dim=head_dim,
             value_dim=value_dim,
             qk_norm=qk_norm,
+            short_conv=short_conv,
+            token_shift=token_shift,
+            output_gate=output_gate,
             causal=causal,
             dropout=dropout,
             bias=bias,
@@ -69,7 +75,7 @@ class SoftmaxAttention(AttentionBase):
         self.output_norm = output_norm
         self.rotary = None
         if rotate != "none":
-            self.rotary = make_rotary(
+            self.rotary = self._make_rotary(
                 self.head_dim, rotary_base, rotary_fraction, pairing, rotary_scaling
             )
             if isinstance(self.rotary, XPos):
@@ -90,6 +96,7 @@ class SoftmaxAttention(AttentionBase):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        rotary: Any,
         at_q: Tensor,
         at_k: Tensor | None,
         key_mask: Tensor | None,
@@ -98,7 +105,7 @@ class SoftmaxAttention(AttentionBase):
         return_state: bool,
     ) -> tuple[Tensor, Any]:
         check_rotation(
-            self.rotary,
+            rotary,
             rotate="before",
             causal=self.causal,
             state=state is not None or return_state,
@@ -106,8 +113,8 @@ class SoftmaxAttention(AttentionBase):
             one_clock=at_k is None,
         )
         at_k = at_q if at_k is None else at_k
-        if self.rotary is not None:
-            q, k = self.rotary(q, at_q), self.rotary(k, at_k)
+        if rotary is not None:
+            q, k = rotary(q, at_q), rotary(k, at_k)
         real = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
         past, seen = 0, real
         if state is not None:

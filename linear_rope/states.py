@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionState", "KeyValueCache", "ModelState", "signature"]
+__all__ = ["AttentionState", "KeyValueCache", "MixedState", "ModelState", "signature"]
 
 UNMARKED = torch.tensor(0, device="cpu")
 
@@ -74,6 +74,40 @@ class KeyValueCache(NamedTuple):
         return KeyValueCache(*(x.index_select(0, rows) if x.ndim else x for x in self))
 
 
+class MixedState(NamedTuple):
+    """The past of a layer that looks back by more than attention: a part each, None where none."""
+
+    attention: Any  # AttentionState or KeyValueCache
+    shift: Tensor | None = None  # (batch, 1, dim): the last input of the token shift
+    convolution: Tensor | None = None  # (batch, width - 1, channels): those of the convolution
+    rotation: Any = None  # SelectiveState: phases of the selective rotation
+    window: Any = None  # WindowCache: keys and values that local heads still see
+
+    @property
+    def position(self) -> Tensor:
+        """(batch,) int64: the position of each row's next token."""
+        position: Tensor = self.attention.position
+        return position
+
+    def detach(self) -> MixedState:
+        return MixedState(*(x if x is None else x.detach() for x in self))
+
+    def clone(self) -> MixedState:
+        return MixedState(*(x if x is None else x.clone() for x in self))
+
+    def to(self, *args: Any, **kwargs: Any) -> MixedState:
+        """Each part as its own `to`: angles stay float64."""
+        return MixedState(*(x if x is None else x.to(*args, **kwargs) for x in self))
+
+    def index_select(self, rows: Tensor) -> MixedState:
+        return MixedState(
+            *(
+                x.index_select(0, rows) if isinstance(x, Tensor) else x and x.index_select(rows)
+                for x in self
+            )
+        )
+
+
 class ModelState(NamedTuple):
     """The past of a model: the states of its layers, in order."""
 
@@ -104,4 +138,4 @@ def _to(tensors: Iterable[Tensor], *args: Any, **kwargs: Any) -> Iterable[Tensor
         yield x.to(device, dtype if x.is_floating_point() else None, non_blocking)
 
 
-torch.serialization.add_safe_globals([AttentionState, KeyValueCache, ModelState])
+torch.serialization.add_safe_globals([AttentionState, KeyValueCache, MixedState, ModelState])

@@ -99,7 +99,7 @@ def test_from_a_file_to_figures_text_and_a_number(
 
 
 @pytest.mark.parametrize(
-    "command", ["", "prepare", "train", "compare", "plot", "sample", "evaluate", "arms"]
+    "command", ["", "prepare", "train", "compare", "study", "plot", "sample", "evaluate", "arms"]
 )
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

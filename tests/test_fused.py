@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import judge
@@ -37,7 +38,7 @@ class Case(NamedTuple):
     rotation: str  # "none", or pairing and the share of the features that turns
     denominator: str
     decay: str
-    documents: bool
+    documents: str  # a name of BEGINNINGS
     state: bool
     final: bool  # whether the states after the last token get a gradient
     groups: int  # query heads a key head
@@ -53,7 +54,7 @@ CHOICES: dict[str, list[Any]] = {
     "rotation": ["none", "interleaved 1", "half 1", "interleaved 0.5", "half 0.3", "a row its own"],
     "denominator": ["unrotated", "rotated", "none"],
     "decay": ["none", "mild", "strong"],
-    "documents": [False, True],
+    "documents": ["none", "scattered"],
     "state": [False, True],
     "final": [False, True],
     "groups": [1, 3],
@@ -92,6 +93,20 @@ def every_pair(seed: int = 0) -> list[Case]:
 
 BATCH, KEYS, WIDTH, VALUES = 2, 2, 20, 7
 
+# Where documents begin in either row, seen from chunks of 16 tokens in blocks of two.
+BEGINNINGS: dict[str, tuple[Sequence[int], Sequence[int]]] = {
+    "none": ((), ()),
+    "nowhere": ((), ()),  # the same, said in so many words
+    "scattered": ((0, 3, 4, 40, 96), ()),
+    "first tokens": ((16, 32, 80), (64,)),
+    "last tokens": ((15, 63), (31, 95)),
+    "several in a chunk": ((33, 34, 40, 47), (40,)),
+    "each chunk": (range(7, 97, 16), range(0, 97, 16)),
+    "each token": (range(97), (1, 96)),
+    "every other chunk": (range(3, 97, 32), range(20, 97, 32)),
+    "one block": ((), (50,)),
+}
+
 
 def drawn(case: Case, seed: int = 0) -> dict[str, Tensor | None]:
     """q, k, v, g, S0, z0, fresh, at in float64, with what 16 bits cannot hold rounded away."""
@@ -116,7 +131,8 @@ def drawn(case: Case, seed: int = 0) -> dict[str, Tensor | None]:
             rest["g"].masked_fill(tokens % 5 == 3, -50.0).masked_fill(tokens % 11 == 7, -1e3)
         )
     fresh = torch.zeros(BATCH, time, dtype=torch.bool)
-    fresh[0, [t for t in (0, 3, 4, 40, 96) if t < time]] = True  # the other row: one document
+    for row, tokens in zip(fresh, BEGINNINGS[case.documents], strict=True):
+        row[[t for t in tokens if t < time]] = True
     at = torch.arange(time)
     if case.rotation == "a row its own":
         at = torch.stack([at, 3 * at + 2])
@@ -125,7 +141,7 @@ def drawn(case: Case, seed: int = 0) -> dict[str, Tensor | None]:
         "g": rest["g"].float().double() if case.decay != "none" else None,
         "S0": rest["S0"].float().double() if case.state else None,
         "z0": rest["z0"].float().double() if case.state else None,
-        "fresh": fresh if case.documents else None,
+        "fresh": None if case.documents == "none" else fresh,
         "at": at,
     }
 
@@ -211,6 +227,10 @@ LEAVES = ("q", "k", "v", "g", "S0", "z0")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("number, case", list(enumerate(every_pair())))
 def test_any_two_choices_agree_with_the_judge(form: str, number: int, case: Case) -> None:
+    agrees_with_the_judge(form, number, case)
+
+
+def agrees_with_the_judge(form: str, number: int, case: Case) -> None:
     """Outputs, states, and the gradients of everything."""
     exact = drawn(case, seed=number)
     work = torch.promote_types(case.dtype, torch.float32)
@@ -255,9 +275,27 @@ def test_any_two_choices_agree_with_the_judge(form: str, number: int, case: Case
 
 # A case to start from, for what is to be looked at alone.
 PLAIN = Case(
-    torch.float64, "elu+1", "interleaved 1", "unrotated", "none", False, False, False, 1, 97, 16,
+    torch.float64, "elu+1", "interleaved 1", "unrotated", "none", "none", False, False, 1, 97, 16,
     "plain", False,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("decay", ["none", "mild"])
+@pytest.mark.parametrize("rotation", ["interleaved 1", "none"])
+@pytest.mark.parametrize("documents", BEGINNINGS)
+def test_documents_begin_anywhere(
+    form: str, documents: str, rotation: str, decay: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks with a boundary are gone about otherwise than those around them in their block."""
+    case = PLAIN._replace(rotation=rotation, decay=decay, documents=documents, groups=3)
+    monkeypatch.setattr(blocks, "NUMBERS", BATCH * KEYS * case.groups * 16 * WIDTH * 2)
+    monkeypatch.setattr(blocks, "SPARSE", 0)
+    for number, denominator in enumerate(CHOICES["denominator"]):
+        for state in (False, True):
+            agrees_with_the_judge(
+                form, number, case._replace(denominator=denominator, state=state, final=state)
+            )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -294,7 +332,7 @@ def test_without_a_token_states_pass_through(form: str, denominator: str) -> Non
 @pytest.mark.parametrize("denominator", ["unrotated", "none"])
 def test_documents_know_nothing_of_each_other(form: str, denominator: str) -> None:
     """Not by a bit, even beside huge numbers; nor does a gradient cross their limits."""
-    case = PLAIN._replace(decay="mild", documents=True, denominator=denominator, state=True)
+    case = PLAIN._replace(decay="mild", documents="scattered", denominator=denominator, state=True)
     for dtype in (torch.float64, torch.float32):
         case = case._replace(dtype=dtype)
         x = {
@@ -399,7 +437,7 @@ def test_a_rotated_denominator_keeps_its_distance_from_zero(form: str) -> None:
 
 def everything(dtype: torch.dtype = torch.float64) -> tuple[Case, dict[str, Any]]:
     case = PLAIN._replace(
-        decay="mild", documents=True, state=True, groups=3, time=40, dtype=dtype,
+        decay="mild", documents="scattered", state=True, groups=3, time=40, dtype=dtype,
         rotation="a row its own",
     )  # fmt: skip
     return case, drawn(case)

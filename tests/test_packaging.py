@@ -134,7 +134,7 @@ def test_experiment_requires_what_it_imports_and_nothing_else() -> None:
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     lines = config["options.extras_require"]["enwik8"].split("\n")
     required = {Requirement(line).name for line in lines if line and not line.startswith("#")}
-    sources = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "enwik8").glob("*.py"))
+    sources = "".join(p.read_text(encoding="utf-8") for p in (ROOT / "enwik8").rglob("*.py"))
     imported = set(re.findall(r"^\s*(?:import|from) ([a-z]\w*)", sources, re.MULTILINE))
     # gensim, the extra `sample`, is only searched for a file.
     ours = {"enwik8", "linear_rope", "torch", "einops"}

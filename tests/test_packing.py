@@ -205,11 +205,67 @@ def call(**options: Any) -> Tensor:
             r"not both",
         ),
         ({"segment_ids": torch.zeros(1, 6).long(), "key_positions": 0}, r"need self-attention"),
+        ({"segment_ids": [0] * 6}, r"segment_ids must be a tensor of integers, got .*list"),
+        ({"cu_seqlens": [0, 6]}, r"cu_seqlens must be a tensor of integers, got .*list"),
+        ({"key_mask": [[True] * 6]}, r"key_mask must be a bool tensor, got .*list"),
+        ({"key_positions": -1, "causal": False}, r"^key_positions must not be negative, got -1"),
+        ({"key_positions": torch.arange(4), "causal": False}, r"^key_positions must be a single"),
+        ({"positions": 2**53}, r"^positions must be below 2\^53, got 9007199254740992"),
+        ({"positions": torch.tensor([[2**62]])}, r"^positions must be below 2\^53"),
     ],
 )
 def test_bad_packing(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(**options)
+
+
+@pytest.mark.parametrize("first", [7, torch.tensor(7), torch.tensor([[7], [7]])])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_call_of_padding_keeps_its_first_position(first: int | Tensor, packed: bool) -> None:
+    """Row 0 has no real token in the first call, row 1 has one."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 2, 9, 4, generator=g, dtype=torch.float64)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, :4] = mask[1, 1:4] = False
+    options: dict[str, Any] = {"rotary": Rotary(4), "denominator": "rotated"}
+    ids = torch.zeros(9, dtype=torch.int64) if packed else None
+    whole = linear_attention(
+        x, x, x, key_mask=mask, positions=first, segment_ids=ids, return_state=True, **options
+    )
+    head, tail = x[:, :, :4], x[:, :, 4:]
+    ids = None if ids is None else ids[:4]
+    rows, state = linear_attention(
+        *(head,) * 3,
+        key_mask=mask[:, :4],
+        positions=first,
+        segment_ids=ids,
+        return_state=True,
+        **options,
+    )
+    assert state.position.tolist() == [7, 8]
+    rest, last = linear_attention(
+        *(tail,) * 3, key_mask=mask[:, 4:], state=state, return_state=True, **options
+    )
+    torch.testing.assert_close(torch.cat([rows, rest], 2), whole[0], atol=1e-11, rtol=0)
+    assert last.position.tolist() == whole[1].position.tolist() == [12, 13]
+
+
+def test_a_model_keeps_the_first_position_of_a_call_of_padding() -> None:
+    layer = RotaryLinearAttention(8, 2)
+    x, nothing = torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.bool)
+    _, state = layer(x, key_mask=nothing, positions=torch.tensor([[5], [9]]), return_state=True)
+    assert state.position.tolist() == [5, 9]
+    _, state = layer(x, key_mask=nothing, state=state, return_state=True)
+    assert state.position.tolist() == [5, 9]
+
+
+def test_the_next_position_follows_the_last_real_token_not_the_largest() -> None:
+    x, ids = torch.randn(1, 2, 4, 4), torch.tensor([9, 5, 3, 7])
+    for mask in ([1, 1, 1, 0], [0, 1, 1, 0]):
+        _, state = linear_attention(
+            x, x, x, positions=ids, key_mask=torch.tensor([mask]).bool(), return_state=True
+        )
+        assert state.position.tolist() == [4]
 
 
 def test_bad_heads_and_prompts() -> None:

@@ -198,7 +198,7 @@ def written_out(
     if documents is not None:
         left = left * (documents[:, :, None] == documents[:, None, :])[:, None, ..., None]
     if layer.gate is not None:
-        decay = torch.nn.functional.logsigmoid(layer.gate(x)).mT
+        decay = layer.gate(x)
         if key_mask is not None:
             decay = decay.masked_fill(~key_mask[:, None], 0.0)
         left = left * judge.left_over(decay, q)[..., 1:].repeat_interleave(groups, 1)[..., None]

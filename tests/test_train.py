@@ -523,11 +523,19 @@ def test_weight_decay_spares_what_feature_maps_and_rotations_learn(tiny: Setting
         p.grad = torch.zeros_like(p)
     optimizer.step()  # nothing but the decay
     kept = {name for name, p in model.named_parameters() if torch.equal(p, before[name])}
-    assert kept == {
+    norms = {"blocks.0.attention_norm.weight", "blocks.0.mlp_norm.weight", "norm.weight"}
+    assert kept - norms == {
         "blocks.0.attention.feature_map.weight",
         "blocks.0.attention.rotary.log_frequencies",
-        *("blocks.0.attention_norm.weight", "blocks.0.mlp_norm.weight", "norm.weight"),
     }
+    model = LanguageModel(
+        Config(dim=16, layers=1, heads=2, short_conv=3, rotary_scaling="selective")
+    )
+    decayed = {id(p) for p in make_optimizer(model, tiny).param_groups[0]["params"]}
+    spared = {name for name, p in model.named_parameters() if id(p) not in decayed}
+    assert "blocks.0.attention.convolution.weight" in spared
+    rotation = {n for n, _ in model.named_parameters() if "attention.rotary." in n}
+    assert rotation and rotation <= spared
 
 
 def test_schedule() -> None:
@@ -554,6 +562,21 @@ def test_seeds_are_apart(tmp_path: Path, tiny: Settings) -> None:
     assert other_initial != initial and same_batches == batches
     assert run("dropout", dropout_seed=1) == (initial, batches)
     assert loss("dropout") != loss("base") and loss("data") == loss("data2")
+
+
+def test_random_features_have_a_seed_of_their_own(tmp_path: Path, tiny: Settings) -> None:
+    runs = {
+        name: train(change(tiny, steps=1, **seeds), "favor-rope", tmp_path / name)
+        for name, seeds in {
+            "base": {},
+            "same": {"features_seed": 0},
+            "other": {"features_seed": 1},
+        }.items()
+    }
+    losses = {name: rows(tmp_path / name)[0]["train_bits_per_byte"] for name in runs}
+    assert losses["base"] == losses["same"] != losses["other"]
+    starts = {name: run.config["initial_parameters"] for name, run in runs.items()}
+    assert starts["base"] == starts["same"] == starts["other"]
 
 
 # --- the record ---------------------------------------------------------------------------------

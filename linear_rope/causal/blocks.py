@@ -18,7 +18,7 @@ from torch import Tensor
 
 from linear_rope.causal.reference import widened
 
-__all__ = ["Block", "Fade", "Plan", "Turn", "Workspace", "block_of", "plan_of"]
+__all__ = ["Block", "Fade", "Plan", "Turn", "Workspace", "block_of", "plan_of", "torn_chunks"]
 
 # Numbers in a tensor of a block: enough to keep torch's overhead a call small, and few enough for
 # what is reused to stay in the cache.
@@ -163,23 +163,37 @@ class Turn:
 # ---- Decay and documents ------------------------------------------------------------------------
 
 
+class Piece(NamedTuple):
+    """Chunks `at` of a block and what is left in them, as in `Fade`; None is 1 throughout."""
+
+    at: slice
+    mask: Tensor
+    start: Tensor | None = None
+    end: Tensor | None = None
+
+
 class Fade:
     """What is left of a key at each query of its chunk, of the state, and at the chunk's end.
 
     With G_i the sum of log decays from the chunk's first token up to token i:
 
         mask   (.., C, C)  exp(G_i - G_j) for j <= i, else 0
-        start  (.., C, 1)  exp(G_i), of the state before the chunk; None is 1 throughout
-        end    (.., C, 1)  exp(G_C - G_j), of key j after the chunk; None is 1 throughout
-        whole  (n, .., 1, 1)  exp(G_C), of the state over the chunk; None is 1 throughout
+        start  (.., C, 1)  exp(G_i), of the state before the chunk
+        end    (.., C, 1)  exp(G_C - G_j), of key j after the chunk
+        whole  (rows, K or 1, 1, 1)  exp(G_C), of the state over the chunk: a list, in order of
+               time, with None for 1; None is 1 throughout the block
         sees   (.., C, C)  1 for j <= i of one document, else 0
         last   (.., C, 1)  1 in the chunk's last document, else 0; None is 1 throughout
 
     mask, start, end and whole are 0 across a document's beginning. Leading axes are (n, rows, K or
-    1, 1), or none where all chunks are alike.
+    1, X), X chunks in one of the block's, or none where all chunks are alike.
+
+    All this costs passes over memory. Without a decay only the chunks from the first to the last
+    one with a boundary pay for it; the others are `pieces` as plain as without documents.
 
     Args:
-        g: (n, rows, K, 1, C, 1), fresh: (n, rows, 1, 1, C, 1), of the block, or None.
+        g: (n, rows, K, X, C, 1), fresh: (n, rows, 1, X, C, 1), of the block, or None.
+        torn: all chunks if there is a decay, else those of `torn_chunks`, at least one.
         lower: (C, C), 1 for j <= i, else 0. space, name: room for the mask of a decay.
     """
 
@@ -187,31 +201,73 @@ class Fade:
         self,
         g: Tensor | None,
         fresh: Tensor | None,
+        torn: slice,
         lower: Tensor,
         space: Workspace,
         name: str = "",
     ) -> None:
-        self.sees = lower
-        self.start: Tensor | None = None
-        self.end: Tensor | None = None
-        self.last: Tensor | None = None
+        self.sees, self.last = lower, None
+        self.whole: list[Tensor | None] | None = None
+        self.pieces = [Piece(slice(None), lower)]
+        given = [x for x in (g, fresh) if x is not None]
+        if not given:
+            return
+        n, inside = given[0].shape[0], given[0].shape[3]
+        start: Tensor | None = None
+        end: Tensor | None = None
         if fresh is not None:
-            number = fresh.cumsum(-2)  # documents that began in the chunk
-            self.sees = self.sees * (number == number.mT)
-            self.start = (number == 0).to(space.dtype)
-            self.last = self.end = (number == number[..., -1:, :]).to(space.dtype)
-        self.mask = self.sees
+            number = fresh[torn].cumsum(-2)  # documents that began in the chunk
+            self.sees = lower * (number == number.mT)
+            start = (number == 0).to(space.dtype)
+            self.last = end = (number == number[..., -1:, :]).to(space.dtype)
+        mask = self.sees
         if g is not None:
-            self._decay(g, space, name)
-        self.whole = None if self.start is None else self.start[..., -1:, :]
+            total = widened(g).cumsum(-2)
+            mask = _decayed(total, mask, space, name)
+            start = _times(total.exp(), start, space)
+            end = _times((total[..., -1:, :] - total).exp(), end, space)
+        assert start is not None
+        around = (slice(0, torn.start), slice(torn.stop, n))
+        self.pieces = [Piece(torn, mask, start, end)]
+        self.pieces += [Piece(at, lower) for at in around if at.start < at.stop]
+        whole = start[..., -1:, :].permute(0, 3, 1, 2, 4, 5)
+        self.whole = [None] * (n * inside)
+        self.whole[torn.start * inside : torn.stop * inside] = whole.flatten(0, 1).unbind(0)
 
-    def _decay(self, g: Tensor, space: Workspace, name: str) -> None:
-        total = widened(g).cumsum(-2)  # (n, rows, K, 1, C, 1)
-        pairs = (*total.shape[:-1], total.shape[-2])
-        wide = torch.sub(total, total.mT, out=space(f"{name}_wide", *pairs, dtype=total.dtype))
-        # Above the diagonal the exponent is positive and may overflow: cut it before exp.
-        self.mask = space(f"{name}_mask", *pairs).copy_(wide).clamp_(max=0.0).exp_().mul_(self.sees)
-        start = total.exp().to(space.dtype)
-        end = (total[..., -1:, :] - total).exp().to(space.dtype)
-        self.start = start if self.start is None else start * self.start
-        self.end = end if self.end is None else end * self.end
+    def mask(self, scores: Tensor) -> None:
+        """Scales scores (n, rows, K, R, C, C), in place."""
+        for piece in self.pieces:
+            scores[piece.at].mul_(piece.mask)
+
+    def from_start(self, x: Tensor) -> None:
+        """Scales what comes from the state before each chunk, (n, rows, K, R, C, width)."""
+        for piece in self.pieces:
+            if piece.start is not None:
+                x[piece.at].mul_(piece.start)
+
+    def to_end(self, x: Tensor) -> None:
+        """Scales what goes to the state after each chunk, (n, rows, K, R, C, width)."""
+        for piece in self.pieces:
+            if piece.end is not None:
+                x[piece.at].mul_(piece.end)
+
+
+def torn_chunks(fresh: Tensor) -> slice:
+    """From the first to the last chunk with a boundary; all where looking would wait for a GPU."""
+    if fresh.device.type != "cpu":
+        return slice(0, fresh.shape[0])
+    torn = fresh.flatten(1).any(-1).nonzero().flatten().tolist()
+    return slice(torn[0], torn[-1] + 1) if torn else slice(0, 0)
+
+
+def _decayed(total: Tensor, sees: Tensor, space: Workspace, name: str) -> Tensor:
+    """exp(G_i - G_j) of what is seen; total: G, (n, rows, K, X, C, 1), float64 or float32."""
+    pairs = (*total.shape[:-1], total.shape[-2])
+    wide = torch.sub(total, total.mT, out=space(f"{name}_wide", *pairs, dtype=total.dtype))
+    # Above the diagonal the exponent is positive and may overflow: cut it before exp.
+    return space(f"{name}_mask", *pairs).copy_(wide).clamp_(max=0.0).exp_().mul_(sees)
+
+
+def _times(wide: Tensor, factor: Tensor | None, space: Workspace) -> Tensor:
+    x = wide.to(space.dtype)
+    return x if factor is None else x * factor

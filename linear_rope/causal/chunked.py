@@ -91,26 +91,29 @@ def _forward(
 def _forward_block(part: Part, out: Tensor, den: Tensor, S: Tensor, z: Tensor) -> None:
     """Writes the block's rows of out and den; takes S and z from before the block to after it."""
     call, fade = part.call, part.fade
-    # 1. States between the chunks: what each chunk adds, then the sum over chunks.
-    torch.bmm(part.scaled("k_end", part.tk, fade.end).mT, part.v, out=part.updates)
+    # 1. Inside each chunk, the masked quadratic product.
+    torch.bmm(part.masked_scores(part.q, part.k), part.v, out=part.num)
+    # 2. The denominator.
+    if call.divides:
+        q, k = (part.tq, part.tk) if call.signed else (part.fq, part.fk)
+        part.sums.of_keys(k, z)
+        z.copy_(part.sums.z.last)
+        total = torch.mul(q, part.sums.all, out=part.spare_q).sum(-1, keepdim=True)
+        part.of(den).copy_(total)
+    # 3. States between the chunks: what each chunk adds, then the sum over chunks. Values and
+    # queries have done all else, and are scaled where they are.
+    fade.to_end(part.v6)
+    torch.bmm(part.k.mT, part.v, out=part.updates)
     part.S.first.copy_(S)
-    part.S.run(part.whole)
+    part.S.run(fade.whole)
     S.copy_(part.S.last)
-    # 2. What came before each chunk, through its state; inside it, the masked quadratic product.
-    torch.bmm(part.q, part.before, out=part.num)
-    if fade.start is not None:
-        part.num6.mul_(fade.start)
-    part.num.baddbmm_(part.masked_scores(part.q, part.k), part.v)
-    # 3. The denominator, and the division.
+    # 4. What came before each chunk, through its state; and the division.
+    fade.from_start(part.tq)
+    part.num.baddbmm_(part.q, part.before)
     target, value = part.of(out), part.num6
     if not call.divides:
         target.copy_(value)
         return
-    q, k = (part.tq, part.tk) if call.signed else (part.fq, part.fk)
-    part.sums.of_keys(k, z)
-    z.copy_(part.sums.z.last)
-    total = torch.mul(q, part.sums.all, out=part.spare_q).sum(-1, keepdim=True)
-    part.of(den).copy_(total)
     by = divisor(total, call.signed)
     if target.dtype == value.dtype:
         torch.div(value, by, out=target)
@@ -168,29 +171,31 @@ def _backward_block(
     grads: tuple[Tensor, ...],
 ) -> None:
     """Writes the block's rows of the gradients; takes dS and dz from after the block to before."""
-    call, fade, whole = part.call, part.fade, part.whole
+    call, fade = part.call, part.fade
     (S, z), (dS, dz), (dq, dk, dv, dg, *_) = start, carry, grads
     # 1. Through the division.
     d_den = _through_division(part, *saved)
-    # 2. The states again, transposed; their gradients from the last chunk to the first.
-    k_end = part.scaled("k_end", part.tk, fade.end)
-    d_start = part.scaled("d_start", part.d6, fade.start)
-    torch.bmm(part.v.mT, k_end, out=part.updates)
-    part.S.first.copy_(S.mT)
-    part.S.run(whole)
-    torch.bmm(part.q.mT, d_start, out=part.d_updates)
-    part.dS.last.copy_(dS)
-    part.dS.run(whole, back=True)
-    dS.copy_(part.dS.first)
-    # 3. Values: through the chunk's scores, and through the state after the chunk.
+    # 2. Inside each chunk, through its scores and their gradient.
     torch.bmm(part.masked_scores(part.q, part.k).mT, part.d, out=part.dv)
-    part.dv.baddbmm_(k_end, part.d_after)
-    part.of(dv).copy_(part.dv6)
-    # 4. Queries and keys: through the scores' gradient, and through the states.
     d_scores = part.masked_scores(part.d, part.v)
-    torch.bmm(d_scores, part.k, out=part.dq).baddbmm_(d_start, part.before)
+    torch.bmm(d_scores, part.k, out=part.dq)
     torch.bmm(d_scores.mT, part.q, out=part.dk)
-    part.dk.baddbmm_(part.scaled("v_end", part.v6, fade.end), part.d_after.mT)
+    # 3. The states again, transposed; their gradients from the last chunk to the first.
+    # Values and numerators' gradients have done all else, and are scaled where they are.
+    fade.to_end(part.v6)
+    torch.bmm(part.v.mT, part.k, out=part.updates)
+    part.S.first.copy_(S.mT)
+    part.S.run(fade.whole)
+    fade.from_start(part.d6)
+    torch.bmm(part.q.mT, part.d, out=part.d_updates)
+    part.dS.last.copy_(dS)
+    part.dS.run(fade.whole, back=True)
+    dS.copy_(part.dS.first)
+    # 4. Through the states before and after each chunk.
+    part.dq.baddbmm_(part.d, part.before)
+    part.dk.baddbmm_(part.v, part.d_after.mT)
+    part.dv_through_states()
+    part.of(dv).copy_(part.dv6)
     # 5. The denominator, of rotated features or of unrotated ones.
     if call.signed:
         _through_sums(part, z, dz, d_den, (part.tq, part.tk), (part.dq6, part.dk6))

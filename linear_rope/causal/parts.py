@@ -11,7 +11,16 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from linear_rope.causal.blocks import Block, Fade, Plan, Turn, Workspace, block_of
+from linear_rope.causal.blocks import (
+    Block,
+    Fade,
+    Piece,
+    Plan,
+    Turn,
+    Workspace,
+    block_of,
+    torn_chunks,
+)
 from linear_rope.causal.operator import work_dtype
 from linear_rope.elementwise import write_features
 
@@ -78,15 +87,16 @@ class Scan:
         self.states, self.steps = states.unbind(0), steps
         self.first, self.last = self.states[0], self.states[-1]
 
-    def run(self, whole: Sequence[Tensor] | None, *, back: bool = False) -> None:
+    def run(self, whole: Sequence[Tensor | None] | None, *, back: bool = False) -> None:
         """Fills all states from `first` (`last` if back). whole: a factor a chunk; None is 1."""
         n = len(self.steps)
         for i in reversed(range(n)) if back else range(n):
             old, new = (i + 1, i) if back else (i, i + 1)
-            if whole is None:
+            factor = None if whole is None else whole[i]
+            if factor is None:
                 torch.add(self.states[old], self.steps[i], out=self.states[new])
             else:
-                torch.addcmul(self.steps[i], self.states[old], whole[i], out=self.states[new])
+                torch.addcmul(self.steps[i], self.states[old], factor, out=self.states[new])
 
 
 class Sums:
@@ -114,36 +124,44 @@ class Sums:
             for x in (self.z.before, self.dz.after)
         )
         self.lower = lower_triangle(c, self.all)
-        self.fade = self.plain = Fade(None, None, self.lower, space)
+        self.fade = self.plain = Fade(None, None, slice(0, 0), self.lower, space)
+        self.whole: Sequence[Tensor | None] | None = None
 
-    def load(self, g: Tensor | None, fresh: Tensor | None) -> None:
+    def load(self, g: Tensor | None, fresh: Tensor | None, torn: slice) -> None:
         """Decay and documents of a block, as `Fade` takes them."""
-        self.fade = self.plain
+        self.fade, self.whole = self.plain, None
         if g is not None or fresh is not None:
             g = None if g is None else g.reshape(*self.cut, 1)
             if fresh is not None:
                 fresh = fresh.reshape(*self.cut[:2], 1, *self.cut[3:], 1)
-            self.fade = Fade(g, fresh, self.lower, self.space, "short")
+            self.fade = Fade(g, fresh, torn, self.lower, self.space, "short")
+            assert self.fade.whole is not None
+            self.whole = [None if x is None else x.squeeze(-1) for x in self.fade.whole]
 
     def of_keys(self, k: Tensor, first: Tensor) -> None:
         """`all` = z_i, from keys and the sum before the block."""
-        torch.bmm(self._mask(), k.view(self.flat.shape), out=self.flat)
+        for piece in self.fade.pieces:
+            self._within(piece, k)
         self.steps.copy_(self.lasts)
         self.z.first.copy_(first)
-        self.z.run(self._whole())
-        _add_scaled(self.short, self.before, self.fade.start)
+        self.z.run(self.whole)
+        for piece in self.fade.pieces:
+            _add_scaled(self.short[piece.at], self.before[piece.at], piece.start)
 
     def of_queries(self, q: Tensor, last: Tensor) -> None:
         """The same backward: `all` = what flows to each key, from what flows to each token's sum
         and to that after the block."""
-        torch.bmm(self._mask().mT, q.view(self.flat.shape), out=self.flat)
+        for piece in self.fade.pieces:
+            self._within(piece, q, back=True)
         # What flows to a first key flows, one step further, to the sum before it.
         self.steps.copy_(self.firsts)
-        if self.fade.start is not None:
-            self.steps.mul_(self._in_order(self.fade.start[..., 0, :]))
+        for piece in self.fade.pieces:
+            if piece.start is not None:
+                self.steps[piece.at].mul_(self._in_order(piece.start[..., 0, :]))
         self.dz.last.copy_(last)
-        self.dz.run(self._whole(), back=True)
-        _add_scaled(self.short, self.d_after, self.fade.end)
+        self.dz.run(self.whole, back=True)
+        for piece in self.fade.pieces:
+            _add_scaled(self.short[piece.at], self.d_after[piece.at], piece.end)
 
     def through_ends(self) -> Tensor:
         """<z, dz> at the end of each chunk: (n, rows, K)."""
@@ -155,15 +173,12 @@ class Sums:
         """(n, rows, K, s, D) in order of time, (n, s, rows, K, D)."""
         return x.permute(0, 3, 1, 2, 4)
 
-    def _mask(self) -> Tensor:
-        mask = self.fade.mask
-        if mask.ndim == 2:
-            return mask.expand(self.flat.shape[0], *mask.shape)
-        return mask.expand(*self.cut, mask.shape[-1]).flatten(0, 3)
-
-    def _whole(self) -> Sequence[Tensor] | None:
-        whole = self.fade.whole
-        return None if whole is None else self._in_order(whole.squeeze(-1)).flatten(0, 1).unbind(0)
+    def _within(self, piece: Piece, x: Tensor, *, back: bool = False) -> None:
+        """`all` = mask x, or mask^T x, short chunk by short chunk."""
+        out = self.short[piece.at]
+        x = x.view(self.short.shape)[piece.at].flatten(0, 3)
+        mask = piece.mask.expand(*out.shape[:-1], out.shape[-2]).flatten(0, 3)
+        torch.bmm(mask.mT if back else mask, x, out=out.flatten(0, 3))
 
 
 class Part:
@@ -200,7 +215,7 @@ class Part:
         self.spare_v = space("spare", *of_q, E)
         self.scores6, self.scores = pair("scores", of_q, C)
         self.lower = lower_triangle(C, self.v)
-        self.plain = Fade(None, None, self.lower, space)
+        self.plain = Fade(None, None, slice(0, 0), self.lower, space)
         if call.divides:
             self.sums = Sums(space, n, rows, K, C, D)
         of_S = (E, D) if call.back else (D, E)
@@ -239,15 +254,16 @@ class Part:
         self.v6.copy_(self.of(call.v))
         g = None if call.g is None else self.of(call.g)
         fresh = None if call.fresh is None else block_of(call.fresh, rows, block, 1)
-        if fresh is not None and fresh.device.type == "cpu" and not fresh.any():
+        torn = slice(0, 0) if fresh is None else torn_chunks(fresh)
+        if torn.stop == 0:
             fresh = None  # no document begins here
-        self.fresh, self.fade, self.whole = fresh, self.plain, None
+        if g is not None:
+            torn = slice(0, block.chunks)
+        self.fresh, self.fade = fresh, self.plain
         if g is not None or fresh is not None:
-            self.fade = Fade(g, fresh, self.lower, call.space, "whole")
-            if self.fade.whole is not None:
-                self.whole = self.fade.whole.squeeze(3).unbind(0)
+            self.fade = Fade(g, fresh, torn, self.lower, call.space, "whole")
         if call.divides:
-            self.sums.load(g, fresh)
+            self.sums.load(g, fresh, torn)
 
     def of(self, x: Tensor) -> Tensor:
         """The block's part of (batch, head, time, width)."""
@@ -262,16 +278,18 @@ class Part:
         turn.write(self.d_pairs[1], self.tables, self.pairs[3], back=True)
         return self.tq, self.tk
 
-    def scaled(self, name: str, x: Tensor, factor: Tensor | None) -> Tensor:
-        """x times a factor a token, as a batch of matrices."""
-        if factor is not None:
-            x = torch.mul(x, factor, out=self.call.space(name, *x.shape))
-        return x.view(-1, x.shape[3] * x.shape[4], x.shape[5])
+    def dv_through_states(self) -> None:
+        """Adds to dv what flows through the states after the chunks."""
+        for piece in self.fade.pieces:
+            keys, dv = self.tk[piece.at], self.dv6[piece.at].flatten(0, 3)
+            if piece.end is not None:
+                keys = torch.mul(keys, piece.end, out=self.call.space("k_end", *keys.shape))
+            dv.baddbmm_(keys.flatten(0, 3), self.dS.after[piece.at].flatten(0, 2))
 
     def masked_scores(self, a: Tensor, b: Tensor) -> Tensor:
         """a b^T, within what queries see."""
         torch.bmm(a, b.mT, out=self.scores)
-        self.scores6.mul_(self.fade.mask)
+        self.fade.mask(self.scores6)
         return self.scores
 
 

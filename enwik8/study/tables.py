@@ -1,0 +1,270 @@
+"""Numbers of a study: a row for each arm and learning rate, with uncertainty over the seeds."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..presets import Settings
+from ..statistics import Interval, interval, paired
+from ..summary import tokens_to_reach
+from .plan import Plan, slug
+from .results import Result, condition
+
+__all__ = ["ArmRow", "Condition", "Reached", "conditions", "runs_csv", "table_csv"]
+
+
+@dataclass(frozen=True)
+class Reached:
+    """Share of the baseline's tokens at which its final loss was reached, over the same seeds."""
+
+    of: int
+    share: Interval | None  # over the seeds that reached it
+    bound: bool = False  # somewhere reached before the first validation
+
+    @property
+    def count(self) -> int:
+        return 0 if self.share is None else self.share.count
+
+
+@dataclass(frozen=True)
+class ArmRow:
+    """An arm with one learning rate, over its finished seeds."""
+
+    arm: str
+    learning_rate: float
+    runs: tuple[Result, ...]
+    chosen: bool = False  # the arm's best rate
+    difference: Interval | None = None  # to the baseline at its best rate, same seeds
+    reached: Reached | None = None
+    parameter_difference: float | None = None  # share of the baseline's
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(run.spec.seed for run in self.runs)
+
+    @property
+    def final(self) -> Interval:
+        return interval([run.final for run in self.runs])
+
+    @property
+    def best(self) -> Interval:
+        return interval([run.best for run in self.runs])
+
+    @property
+    def finals(self) -> dict[int, float]:
+        return {run.spec.seed: run.final for run in self.runs}
+
+    @property
+    def tokens(self) -> int:
+        s = self.runs[0].spec.settings
+        return s.steps * s.batch_size * s.length
+
+    @property
+    def parameters(self) -> int | None:
+        return self.runs[0].parameters
+
+    @property
+    def speed(self) -> Interval | None:
+        speeds = [run.speed for run in self.runs if run.speed is not None]
+        return interval(speeds) if speeds else None
+
+    @property
+    def peak_memory(self) -> float | None:
+        return max((run.peak_memory for run in self.runs if run.peak_memory), default=None)
+
+    def long(self, factor: int) -> Interval | str | None:
+        """Bits per byte in windows of that many training lengths; the reason, if it cannot."""
+        rows = [row for run in self.runs if (row := run.window(factor)) is not None]
+        values = [row["bits_per_byte"] for row in rows if "bits_per_byte" in row]
+        if values:
+            return interval(values)
+        return str(rows[0].get("reason", "")) if rows else None
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Runs that may be compared: equal settings but for the arm, the learning rate and the seed."""
+
+    name: str
+    baseline: str
+    rows: tuple[ArmRow, ...]  # by arm, then learning rate
+
+    @property
+    def settings(self) -> Settings:
+        """Those of one of the runs: the others share all that matters."""
+        return self.rows[0].runs[0].spec.settings
+
+    @property
+    def chosen(self) -> list[ArmRow]:
+        """Each arm at its best learning rate."""
+        return [row for row in self.rows if row.chosen]
+
+    @property
+    def swept(self) -> bool:
+        return len({(row.arm, row.learning_rate) for row in self.rows}) > len(self.chosen)
+
+    @property
+    def base(self) -> ArmRow | None:
+        return next((row for row in self.chosen if row.arm == self.baseline), None)
+
+    def of_arm(self, arm: str) -> list[ArmRow]:
+        return [row for row in self.rows if row.arm == arm]
+
+    def at_edge(self) -> list[ArmRow]:
+        """Best rates that are the first or last of those tried: a better one may lie beyond."""
+        found = []
+        for row in self.chosen:
+            rates = sorted(each.learning_rate for each in self.of_arm(row.arm))
+            if len(rates) > 1 and row.learning_rate in (rates[0], rates[-1]):
+                found.append(row)
+        return found
+
+
+def conditions(plan: Plan, results: Sequence[Result]) -> list[Condition]:
+    """Group the finished runs, choose each arm's rate, and compare with the baseline."""
+    groups: dict[object, list[Result]] = {}
+    for result in results:
+        if result.trained and math.isfinite(result.final):
+            groups.setdefault(condition(result.spec.settings), []).append(result)
+    found = []
+    for runs in groups.values():
+        settings = dataclasses.replace(runs[0].spec.settings, learning_rate=plan.base.learning_rate)
+        name = slug(plan.base, settings)
+        name = "the study's settings" if name == "base" else name.replace(",", ", ")
+        found.append(Condition(name, plan.baseline, tuple(_rows(plan.baseline, runs))))
+    return found
+
+
+def _rows(baseline: str, runs: Sequence[Result]) -> list[ArmRow]:
+    by_arm: dict[str, dict[float, list[Result]]] = {}
+    for run in runs:
+        rates = by_arm.setdefault(run.spec.arm, {})
+        rates.setdefault(run.spec.settings.learning_rate, []).append(run)
+    rows = [
+        ArmRow(arm, rate, tuple(sorted(rates[rate], key=lambda r: r.spec.seed)))
+        for arm, rates in by_arm.items()
+        for rate in sorted(rates)
+    ]
+    best = {arm: _best_rate([row for row in rows if row.arm == arm]) for arm in by_arm}
+    rows = [dataclasses.replace(row, chosen=best[row.arm] == row.learning_rate) for row in rows]
+    base = next((row for row in rows if row.chosen and row.arm == baseline), None)
+    if base is None:
+        return rows
+    return [
+        dataclasses.replace(
+            row,
+            difference=None if row is base else paired(row.finals, base.finals),
+            reached=None if row is base else _reached(row, base),
+            parameter_difference=row.parameters / base.parameters - 1
+            if row.parameters and base.parameters
+            else None,
+        )
+        for row in rows
+    ]
+
+
+def _best_rate(rows: Sequence[ArmRow]) -> float:
+    """The rate of the lowest mean final validation loss, over the seeds that all rates have."""
+    common = set.intersection(*(set(row.seeds) for row in rows))
+
+    def mean(row: ArmRow) -> float:
+        values = [value for seed, value in row.finals.items() if not common or seed in common]
+        return math.fsum(values) / len(values)
+
+    return min(rows, key=mean).learning_rate
+
+
+def _reached(row: ArmRow, base: ArmRow) -> Reached:
+    targets = {run.spec.seed: run for run in base.runs}
+    shares, of, bound = [], 0, False
+    for run in row.runs:
+        if run.spec.seed not in targets or run.log is None:
+            continue
+        of += 1
+        when, values = run.log.validation
+        needed = tokens_to_reach(when, values, targets[run.spec.seed].final)
+        if needed is not None:
+            bound = bound or needed == when[0]
+            shares.append(needed / base.tokens)
+    return Reached(of, interval(shares) if shares else None, bound)
+
+
+def table_csv(found: Sequence[Condition], factors: Iterable[int]) -> str:
+    """A line for each condition, arm and learning rate; empty where there is no number."""
+    rows = []
+    for each in found:
+        for row in each.rows:
+            reached, shares = row.reached, row.reached.share if row.reached else None
+            line: dict[str, object] = {
+                "condition": each.name,
+                "arm": row.arm,
+                "learning_rate": row.learning_rate,
+                "best_rate": row.chosen,
+                "seeds": " ".join(map(str, row.seeds)),
+                "parameters": row.parameters,
+                "parameters_over_baseline": row.parameter_difference,
+                "tokens": row.tokens,
+                **_cells("final", row.final),
+                **_cells("best", row.best),
+                **_cells("difference", row.difference),
+                "pairs": row.difference.count if row.difference else "",
+                **_cells("share_of_tokens_to_baseline", shares),
+                "reached": f"{reached.count} of {reached.of}" if reached else "",
+                **_cells("tokens_per_second", row.speed),
+                "peak_memory_bytes": row.peak_memory,
+            }
+            for factor in factors:
+                value = row.long(factor)
+                known = value if isinstance(value, Interval) else None
+                line |= _cells(f"at_{factor}x_length", known)
+            rows.append(line)
+    return _csv(rows)
+
+
+def _cells(name: str, value: Interval | None) -> dict[str, object]:
+    names = (name, f"{name}_sd", f"{name}_low", f"{name}_high")
+    if value is None:
+        return dict.fromkeys(names, "")
+    return dict(zip(names, (value.mean, value.deviation, value.low, value.high), strict=True))
+
+
+def runs_csv(results: Sequence[Result]) -> str:
+    """A line for each run, finished or not: what the table's means are made of."""
+    rows = []
+    for run in results:
+        line: dict[str, object] = {
+            "run": run.spec.folder,
+            "arm": run.spec.arm,
+            "seed": run.spec.seed,
+            "learning_rate": run.spec.settings.learning_rate,
+            "state": run.state,
+            "steps": run.steps,
+            "final": run.final if run.trained else None,
+            "best": run.best if run.trained else None,
+            "tokens_per_second": run.speed,
+            "peak_memory_bytes": run.peak_memory,
+            "failure": run.failure,
+        }
+        for window in run.measured.get("windows", []):
+            line[f"at_{window['factor']}x_length"] = window.get("bits_per_byte")
+        rows.append(line)
+    return _csv(rows)
+
+
+def _csv(rows: Sequence[Mapping[str, object]]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({k: "" if _missing(v) else v for k, v in row.items()})
+    return text.getvalue()
+
+
+def _missing(value: object) -> bool:
+    return value is None or (isinstance(value, float) and math.isnan(value))

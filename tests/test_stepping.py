@@ -1,0 +1,143 @@
+"""A token through the whole model at once equals a token through `Block.forward`."""
+
+import judge
+import pytest
+import torch
+
+import linear_rope.model as model_module
+from linear_rope import Config, LanguageModel
+
+SIZES = {"vocab_size": 19, "dim": 16, "layers": 2, "heads": 4}
+PLAIN = {
+    "as it is": {},
+    "groups": {"kv_heads": 2},
+    "no position": {"position": "none"},
+    "before": {"rotate": "before", "pairing": "half"},
+    "relu": {"feature_map": "relu", "denominator": "rotated", "rotary_fraction": 0.5},
+    "no denominator": {"denominator": "none", "output_norm": True},
+    "other map": {"feature_map": "dpfp"},
+    "yarn": {"rotary_scaling": "yarn:factor=4,original_length=8"},
+    "biases": {"bias": True, "tie_embeddings": False, "qk_norm": True},
+    "gates": {"decay": "learned", "output_gate": True},
+    "fixed decay": {"decay": "fixed", "block": "llama"},
+}
+OTHERS = {
+    "softmax": {"attention": "softmax"},
+    "convolution": {"short_conv": 3},
+    "token shift": {"token_shift": True},
+    "selective": {"rotary_scaling": "selective"},
+    "local": {"local_heads": 1, "window": 4},
+    "learned table": {"position": "learned", "max_length": 64},
+    "sinusoids": {"position": "sinusoidal"},
+    "exponential": {"feature_map": "favor+"},
+    "xpos": {"rotary_scaling": "xpos"},
+    "chosen form": {"backend": "chunked"},
+}
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """How many tokens went the quick way."""
+    count = []
+
+    def counted(*args):
+        count.append(1)
+        return step(*args)
+
+    step = model_module.step
+    monkeypatch.setattr(model_module, "step", counted)
+    return count
+
+
+def run(model, by_itself):
+    """Logits of five tokens after a padded prompt, and the states; `by_itself`: by `decode`."""
+    generator = torch.Generator().manual_seed(3)
+    prompt = torch.randint(19, (3, 6), generator=generator)
+    mask = torch.arange(6) >= torch.tensor([[0], [2], [5]])
+    logits, state = model.prefill(prompt, key_mask=mask)
+    rows = [logits]
+    for token in torch.randint(19, (5, 3), generator=generator):
+        if by_itself:
+            logits, state = model.decode(token, state)
+        else:
+            with torch.no_grad():
+                logits, state = model(token[:, None], state=state, return_state=True)
+            logits = logits[:, 0]
+        rows.append(logits)
+    return torch.stack(rows), state
+
+
+def leaves(state):
+    if isinstance(state, torch.Tensor):
+        return [state]
+    return [] if state is None else [x for part in state for x in leaves(part)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [*PLAIN, *OTHERS])
+def test_it_equals_the_long_way(name, dtype, taken):
+    torch.manual_seed(0)
+    model = LanguageModel(Config(**SIZES, **(PLAIN | OTHERS)[name])).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    (out, state), (want, right) = run(model, True), run(model, False)
+    assert len(taken) == (5 if name in PLAIN else 0)
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-3 if name == "relu" else 2e-5
+    assert judge.error(out, want) <= tolerance
+    for got, wanted in zip(leaves(state), leaves(right), strict=True):
+        assert got.dtype == wanted.dtype
+        assert judge.error(got.double(), wanted.double()) <= tolerance
+
+
+def test_it_is_not_taken_where_someone_looks_or_drops(taken):
+    model = LanguageModel(Config(**SIZES, dropout=0.5))
+    run(model, True)  # in training: dropout
+    model.eval()
+    seen = []
+    handle = model.blocks[1].attention.register_forward_hook(lambda *_: seen.append(1))
+    run(model, True)
+    assert not taken and len(seen) == 6
+    handle.remove()
+    with torch.autocast("cpu", torch.bfloat16):
+        run(model, True)
+    run(model.bfloat16(), True)
+    assert not taken
+    run(model.float(), True)
+    assert len(taken) == 5
+
+
+def test_it_hides_no_refusal():
+    model = LanguageModel(Config(**SIZES)).eval()
+    other = LanguageModel(Config(**SIZES, feature_map="relu")).eval()
+    _, state = model.prefill(torch.tensor([[1, 2]]))
+    with pytest.raises(ValueError, match="state is of another feature map"):
+        other.decode(torch.tensor([3]), state)
+    with pytest.raises(ValueError, match=r"tokens must be in \[0, vocab_size=19\), got 19"):
+        model.decode(torch.tensor([19]), state)
+    with pytest.raises(ValueError, match="tokens must be integers"):
+        model.decode(torch.tensor([1.0]), state)
+    with pytest.raises(ValueError, match="state must be"):
+        model.decode(torch.tensor([1, 2]), state)
+
+
+@pytest.mark.parametrize("name", ["as it is", "groups", "other map", "gates", "softmax"])
+def test_a_batch_may_be_empty(name):
+    model = LanguageModel(Config(**SIZES, **(PLAIN | OTHERS)[name])).eval()
+    assert model.generate(torch.zeros(0, 3, dtype=torch.int64), 4).shape == (0, 7)
+
+
+def test_layers_of_ones_own_are_called():
+    """An adapter in place of a projection takes part, as do its hooks."""
+
+    class Twice(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = LanguageModel(Config(**SIZES)).eval()
+    before = run(model, True)[0]
+    adapted = Twice(16, 16, bias=False)
+    adapted.load_state_dict(model.blocks[0].attention.value.state_dict())
+    model.blocks[0].attention.value = adapted
+    out, want = run(model, True)[0], run(model, False)[0]
+    assert judge.error(out, want) <= 2e-5 < judge.error(out, before)
