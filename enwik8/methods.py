@@ -82,13 +82,14 @@ _BEST: dict[str, object] = {
     **_POSITIONS["rope"][1],
     "decay": "learned",
     **_GATE,
+    "block": "llama",
 }
 
 # Recipes, and each with one thing changed: name -> (description, fields).
 _RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     "best": (
         "the recipe: elu(x)+1 features, RoPE after them, learned decay from 4 to 4096 tokens over "
-        "the heads, output gate",
+        "the heads, output gate, LLaMA's block",
         _BEST,
     ),
     "best-no-rope": ("the recipe without rotation", {**_BEST, "position": "none"}),
@@ -110,7 +111,7 @@ _RECIPES: dict[str, tuple[str, dict[str, object]]] = {
         "the recipe with one head of softmax attention to the last 64 bytes",
         {**_BEST, "local_heads": 1},
     ),
-    "best-llama": ("the recipe in LLaMA's block", {**_BEST, "block": "llama"}),
+    "best-gpt": ("the recipe in GPT's block", {**_BEST, "block": "gpt"}),
     "elu-rope-fixed-decay": (
         f"{_ATTENTION['elu'][0]}; {_POSITIONS['rope'][0]}; fixed decay per head",
         {**_ELU, **_POSITIONS["rope"][1], "decay": "fixed"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from linear_rope.attention import RotaryLinearAttention, SoftmaxAttention
 from linear_rope.config import Config
 
-__all__ = ["Block", "make_norm"]
+__all__ = ["Block", "feed_forward", "make_norm"]
+
+Map = Callable[[Tensor], Tensor]
 
 
 def make_norm(config: Config) -> nn.Module:
@@ -76,7 +79,7 @@ class Block(nn.Module):
         x: Tensor,
         *,
         key_mask: Tensor | None = None,
-        positions: Tensor | None = None,
+        positions: int | Tensor | None = None,
         segment_ids: Tensor | None = None,
         state: Any = None,
         return_state: bool = False,
@@ -98,9 +101,12 @@ class Block(nn.Module):
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """The second half of the layer: x + feed-forward(norm(x))."""
-        normed = self.mlp_norm(x)
-        if self.mlp_gate is None:
-            inner = F.gelu(self.up(normed))
-        else:
-            inner = F.silu(self.mlp_gate(normed)) * self.up(normed)
-        return x + self.dropout(self.down(inner))
+        inner = feed_forward(x, self.mlp_norm, self.up, self.down, self.mlp_gate)
+        return x + self.dropout(inner)
+
+
+def feed_forward(x: Tensor, norm: Map, up: Map, down: Map, gate: Map | None) -> Tensor:
+    """The feed-forward layer itself: GPT's, or with a gate LLaMA's."""
+    normed = norm(x)
+    inner = F.gelu(up(normed)) if gate is None else F.silu(gate(normed)) * up(normed)
+    return down(inner)

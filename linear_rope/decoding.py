@@ -26,7 +26,7 @@ from linear_rope.feature_maps import EluPlusOne, Relu
 from linear_rope.rotary import Rotary, has_values, rotate
 from linear_rope.states import AttentionState
 
-__all__ = ["decode_step", "is_plain_step"]
+__all__ = ["decode_step", "frequencies_of", "is_plain_step"]
 
 
 def is_plain_step(
@@ -73,11 +73,12 @@ def is_plain_step(
 def _one_a_row(positions: Any, batch: int) -> bool:
     if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
         return False
-    return positions.shape == (batch, 1) and int(positions.min()) >= 0
+    return positions.shape == (batch, 1) and (batch == 0 or int(positions.min()) >= 0)
 
 
 def _is_decay(g: Tensor, shape: torch.Size, device: torch.device) -> bool:
-    return g.shape == shape[:3] and g.device == device and not bool((g > 0).any())
+    fits = isinstance(g, Tensor) and g.shape == shape[:3] and g.device == device
+    return fits and not bool((g > 0).any())
 
 
 def decode_step(
@@ -91,17 +92,23 @@ def decode_step(
     denominator: str,
     log_decay: Tensor | None,
     positions: Tensor | None,
+    theta: Tensor | None = None,
 ) -> tuple[Tensor, AttentionState]:
-    """Output (batch, head, 1, value width) and the new state; see `is_plain_step`."""
+    """Output (batch, head, 1, value width) and the new state; see `is_plain_step`.
+
+    theta: `frequencies_of(rotary, device)`, from a caller that keeps them.
+    """
+    if rotary is not None and theta is None:
+        theta = frequencies_of(rotary, q.device)
     if q.device.type == "cpu" and not _differentiates(q, k, v, state.S, state.z, log_decay):
         name = _NATIVE_MAPS.get(type(phi))
         if name and (rotary is None or where == "after") and q.numel() and native.is_ready():
             eps = getattr(phi, "eps", 0.0)
             given = (state, denominator, log_decay, positions)
-            return _native_step(q, k, v, name, eps, rotary, *given)
+            return _native_step(q, k, v, name, eps, rotary, theta, *given)
     at = state.position if positions is None else positions[:, 0]
     heads = (q.shape[1], k.shape[1])
-    turns = None if rotary is None else _turns(rotary, at, q.dtype)
+    turns = None if rotary is None or theta is None else _turns(rotary, theta, at, q.dtype)
     sure = type(phi) in _NATIVE_MAPS  # no feature of theirs is 0, so no denominator is
 
     def features(q: Tensor, k: Tensor) -> Tensor:  # (batch, all heads, 1, features)
@@ -150,6 +157,7 @@ def _native_step(
     phi: str,
     eps: float,
     rotary: Rotary | None,
+    theta: Tensor | None,
     state: AttentionState,
     denominator: str,
     log_decay: Tensor | None,
@@ -163,7 +171,7 @@ def _native_step(
         state.z,
         state.position if positions is None else positions[:, 0],
         log_decay=None if log_decay is None else log_decay.to(q.dtype),
-        theta=None if rotary is None else _frequencies(rotary, q.device)[0],
+        theta=theta,
         multiplier=1.0 if rotary is None else rotary.multiplier,
         pairing="interleaved" if rotary is None else rotary.pairing,
         phi=phi,
@@ -173,23 +181,22 @@ def _native_step(
     return out, AttentionState(S, z, state.stabilizer, after)
 
 
-def _turns(rotary: Rotary, at: Tensor, dtype: torch.dtype) -> Tensor:
+def _turns(rotary: Rotary, theta: Tensor, at: Tensor, dtype: torch.dtype) -> Tensor:
     """multiplier * exp(i position theta), (batch, 1, 1, pairs).
 
     Formed in float64 and rounded once, as `Rotary.tables` are.
     """
-    theta, size = _frequencies(rotary, at.device)
-    turns = torch.polar(size, torch.outer(at.to(torch.float64), theta))
+    angles = torch.outer(at.to(torch.float64), theta)
+    turns = torch.polar(torch.full_like(angles, rotary.multiplier), angles)
     turns = turns.to(torch.complex64 if dtype == torch.float32 else torch.complex128)
     return turns[:, None, None]
 
 
 @lru_cache(maxsize=256)
-def _frequencies(rotary: Rotary, device: torch.device) -> tuple[Tensor, Tensor]:
-    """theta and the multiplier, (pairs,) float64. They depend on no position, length or dtype."""
+def frequencies_of(rotary: Rotary, device: torch.device) -> Tensor:
+    """theta, (pairs,) float64. They depend on no position, length or dtype."""
     with torch.inference_mode(False), torch.no_grad():
-        theta = rotary.frequencies(device)
-        return theta, torch.full_like(theta, rotary.multiplier)
+        return rotary.frequencies(device)
 
 
 def _turned(x: Tensor, turns: Tensor | None, rotary: Rotary) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linear_rope.arguments import check_key_mask
+from linear_rope.arguments import check_key_mask, check_tensors
 from linear_rope.block import Block, make_norm
 from linear_rope.config import Config
 from linear_rope.initialization import EMBEDDING_STD, initialize
@@ -19,7 +19,7 @@ from linear_rope.rotary import can_read, has_values, resolve_positions
 from linear_rope.sampling import check_sampling, pick
 from linear_rope.segments import resolve_segments, unpack
 from linear_rope.states import ModelState
-from linear_rope.stepping import can_step, step
+from linear_rope.stepping import Step, make_steps, run_steps
 
 __all__ = ["Block", "Config", "Encoder", "LanguageModel"]
 
@@ -57,6 +57,7 @@ class _Stack(nn.Module):
             self.initialize(int(torch.randint(2**62, (), device="cpu")))
 
     def _check(self, tokens: Tensor, key_mask: Tensor | None, state: ModelState | None) -> None:
+        check_tensors(tokens=tokens)
         if tokens.ndim != 2 or tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 "tokens must be integers (int64 or int32; convert with .long()) of shape "
@@ -127,7 +128,7 @@ class _Stack(nn.Module):
             x = block(
                 x,
                 key_mask=key_mask,
-                positions=at,
+                positions=at if length else positions,
                 segment_ids=documents,
                 state=None if state is None else state.layers[i],
                 return_state=return_state,
@@ -222,6 +223,7 @@ class LanguageModel(_Stack):
         Returns:
             logits (batch or prompts, vocab_size), and the `ModelState` for `decode`.
         """
+        check_tensors(prompt=prompt)
         if prompt.ndim != 2 or prompt.shape[1] < 1:
             raise ValueError(
                 f"prompt must have shape (batch, time) with at least one token, got "
@@ -243,16 +245,29 @@ class LanguageModel(_Stack):
     @torch.no_grad()
     def decode(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
         """One more token a row, (batch,): its successor's logits (batch, vocab_size), new state."""
-        tokens = tokens[:, None]
-        if self.position_embedding is None and self.config.position != "sinusoidal":
-            self._check(tokens, None, state)
-            if can_step(self.blocks, tokens.device):
-                return self._step(tokens, state)
-        logits, state = self(tokens, state=state, return_state=True)
-        return logits[:, -1], state
+        check_tensors(tokens=tokens)
+        steps = self._steps(tokens.device)
+        if steps is not None:
+            self._check(tokens[:, None], None, state)
+            dtype = self.embedding.weight.dtype
+            if any(layer.S.dtype != dtype for layer in state.layers):
+                steps = None  # a state may be wider, or narrower
+        return self._decode(tokens, state, steps)
 
-    def _step(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
-        x, layers = step(self.blocks, self.embedding(tokens), state.layers)
+    def _steps(self, device: torch.device) -> list[Step] | None:
+        """Quick steps through the blocks, if the model is plain."""
+        added = self.position_embedding is not None or self.config.position == "sinusoidal"
+        return None if added else make_steps(self.blocks, device)
+
+    @torch.no_grad()
+    def _decode(
+        self, tokens: Tensor, state: ModelState, steps: list[Step] | None
+    ) -> tuple[Tensor, ModelState]:
+        """`steps` take tokens and a state that are known to fit."""
+        if steps is None:
+            logits, state = self(tokens[:, None], state=state, return_state=True)
+            return logits[:, -1], state
+        x, layers = run_steps(steps, self.embedding(tokens[:, None]), state.layers)
         return self._logits(self.norm(x))[:, 0], ModelState(layers)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -274,10 +289,11 @@ class LanguageModel(_Stack):
         self.eval()
         try:
             logits, state = self.prefill(prompt, key_mask=key_mask)
+            steps = self._steps(prompt.device)
             while True:
                 token = pick(logits, temperature, top_k, top_p, generator)
                 yield token
-                logits, state = self.decode(token, state)
+                logits, state = self._decode(token, state, steps)
         finally:
             self.train(was_training)
 

@@ -15,7 +15,8 @@ from linear_rope.model import LanguageModel
 __all__ = ["BEST", "best", "count_parameters", "fit_parameters"]
 
 # RoPE after elu(x) + 1 with eq. 19's denominator, heads that forget at learned rates, an output
-# gate. A ratio of 3.5 gives back the dim^2 weights of the gate: as many parameters as without it.
+# gate, LLaMA's block. A ratio of 3.5 gives back the dim^2 weights of the gate: as many parameters
+# as without it.
 BEST: Mapping[str, object] = MappingProxyType(
     {
         "attention": "linear",
@@ -25,6 +26,7 @@ BEST: Mapping[str, object] = MappingProxyType(
         "denominator": "unrotated",
         "decay": "learned",
         "output_gate": True,
+        "block": "llama",
         "mlp_ratio": 3.5,
     }
 )

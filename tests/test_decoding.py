@@ -202,10 +202,11 @@ def test_the_quick_step_hides_no_refusal(change, message):
 
 def test_the_tables_are_those_of_the_rotation():
     """Positions up to 10^9, where float32 angles would be far off."""
-    from linear_rope.decoding import _turns
+    from linear_rope.decoding import _turns, frequencies_of
 
     rotary, at = Rotary(64), torch.tensor([0, 1857, 10**9])
-    turns = _turns(rotary, at, torch.float32)[:3, 0, 0]
+    theta = frequencies_of(rotary, at.device)
+    turns = _turns(rotary, theta, at, torch.float32)[:, 0, 0]
     cos, sin = rotary.tables(at)
     torch.testing.assert_close(turns.real, cos, atol=1e-6, rtol=0)
     torch.testing.assert_close(turns.imag, sin, atol=1e-6, rtol=0)

@@ -34,7 +34,7 @@ def test_arms_of_the_contest_are_equal_in_size(name: str) -> None:
 
 
 def test_parameters_are_counted_as_the_model_has_them() -> None:
-    for config in (Config(), Config(tie_embeddings=False), config_of("best-llama")):
+    for config in (Config(), Config(tie_embeddings=False), config_of("best-gpt")):
         model = LanguageModel(config)
         assert count_parameters(config) == sum(p.numel() for p in model.parameters())
     # 4 blocks of four dim x dim, two dim x 4 dim, two norms; embedding; last norm.
@@ -88,7 +88,7 @@ def test_each_ablation_of_the_recipe_changes_one_thing() -> None:
         "best-conv": {"short_conv"},
         "best-shift": {"token_shift"},
         "best-local": {"local_heads"},
-        "best-llama": {"block"},
+        "best-gpt": {"block"},
     }
     assert set(changed) == {name for name in METHODS if name.startswith("best-")}
     for name, fields in changed.items():

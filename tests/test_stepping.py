@@ -44,8 +44,8 @@ def taken(monkeypatch):
         count.append(1)
         return step(*args)
 
-    step = model_module.step
-    monkeypatch.setattr(model_module, "step", counted)
+    step = model_module.run_steps
+    monkeypatch.setattr(model_module, "run_steps", counted)
     return count
 
 

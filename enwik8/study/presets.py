@@ -49,4 +49,40 @@ seeds = [0, 1, 2]
 features = 64
 """
 
-STUDIES: Mapping[str, str] = MappingProxyType({"demo": _DEMO, "rates": _RATES, "small": _SMALL})
+_CONTEST = """\
+title = "Rotary linear attention with decay against softmax, at equal parameters and tokens"
+preset = "small"
+baseline = "softmax-rope"
+arms = ["softmax-rope", "softmax-rope-llama", "best", "best-no-rope"]
+
+[settings]
+evaluate_every = 125
+checkpoint_every = 250
+
+[[group]]
+name = "learning rates of the finalists"
+seeds = [0]
+[group.sweep]
+learning_rate = [2e-3, 4e-3, 8e-3]
+
+[[group]]
+name = "seeds of the finalists"
+seeds = [0, 1, 2]
+[group.settings]
+learning_rate = 4e-3
+
+[[group]]
+name = "ablations"
+arms = ["best-no-decay", "best-no-denominator", "best-rope-before", "best-gpt"]
+seeds = [0]
+[group.sweep]
+learning_rate = [2e-3, 4e-3, 8e-3]
+
+[evaluation]
+factors = [1, 2, 4, 16]
+bytes = 65536
+"""
+
+STUDIES: Mapping[str, str] = MappingProxyType(
+    {"demo": _DEMO, "rates": _RATES, "small": _SMALL, "contest": _CONTEST}
+)
