@@ -128,13 +128,14 @@ class Study:
     """
 
     file: Positional[str | None] = None
-    """Study file (TOML), or demo, rates or small (none: the study in the folder --out)."""
+    """Study file (TOML), or demo, rates, small or contest (none: the study in the folder --out)."""
     out: Path = field(kw_only=True)
     """Folder of the study. More runs may be added to one that is there; nothing else may change."""
     workers: int = 1
     """Runs trained at once, each in a process of its own, spread over the accelerators if any."""
     dry_run: bool = False
-    """Print the runs with parameters, tokens, estimated time and memory, and do nothing."""
+    """Print the runs with parameters, tokens, estimated time and memory, and train nothing. The
+    corpus is read, and so downloaded if it is not there."""
     time_steps: int = 0
     """Steps to train for the dry run's times, where no run in the folder tells them."""
     report_only: bool = False

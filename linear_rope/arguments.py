@@ -21,8 +21,10 @@ __all__ = [
     "check_choices",
     "check_cosformer",
     "check_expansion",
+    "check_heads",
     "check_key_mask",
     "check_state",
+    "check_tensors",
 ]
 
 ROTATE = ("after", "before", "none")
@@ -36,14 +38,20 @@ def check_choices(**choices: tuple[Any, Iterable[str]]) -> None:
             raise ValueError(f"{name}={value!r} is unknown; choose one of: {', '.join(known)}")
 
 
+def check_tensors(**given: Any) -> None:
+    """Refuses what is no tensor: NAME=value."""
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(x)}; use torch.tensor")
+
+
 def check_key_mask(
     mask: Tensor | None, want: tuple[int, int], device: torch.device, name: str = "key_mask"
 ) -> None:
     """Refuses a mask that is not bool of shape `want`: others would broadcast, or add to scores."""
     if mask is None:
         return
-    if not isinstance(mask, Tensor):
-        raise ValueError(f"{name} must be a bool tensor, got {type(mask)}; use torch.tensor")
+    check_tensors(**{name: mask})
     if mask.dtype != torch.bool or mask.shape != want:
         raise ValueError(
             f"{name} must be bool of shape (batch, time) = {want}, True at real tokens, "
@@ -73,6 +81,16 @@ def check_cosformer(feature_map: Any, rotary: Any, rotate: str) -> None:
         )
 
 
+def check_heads(**given: Any) -> None:
+    """Refuses what does not have the axes of heads: NAME=value."""
+    for name, x in given.items():
+        check_tensors(**{name: x})
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} must have shape (batch, head, time, width), got {tuple(x.shape)}"
+            )
+
+
 def check_arguments(
     q: Tensor,
     k: Tensor,
@@ -86,17 +104,13 @@ def check_arguments(
     return_state: bool,
     backend: str,
 ) -> None:
-    """Names, shapes, dtypes and devices; arguments as in `linear_attention`."""
+    """Names, sizes, dtypes and devices; arguments as in `linear_attention`."""
     check_choices(
         rotate=(rotate, ROTATE),
         denominator=(denominator, DENOMINATORS),
         backend=(backend, ("auto", *BACKENDS)),
     )
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise ValueError(
-                f"{name} must have shape (batch, head, time, width), got {tuple(x.shape)}"
-            )
         if not x.is_floating_point():
             raise ValueError(f"{name} must be a floating-point tensor, got dtype {x.dtype}")
         if x.device != q.device or x.dtype != q.dtype:
@@ -125,6 +139,7 @@ def check_arguments(
         )
     check_key_mask(key_mask, (k.shape[0], k.shape[2]), q.device)
     if log_decay is not None:
+        check_tensors(log_decay=log_decay)
         if not log_decay.is_floating_point():
             raise ValueError(f"log_decay must be a floating-point tensor, got {log_decay.dtype}")
         if not causal:

@@ -189,7 +189,7 @@ class RotaryLinearAttention(AttentionBase):
         k: Tensor,
         v: Tensor,
         rotary: Any,
-        at_q: Tensor,
+        at_q: int | Tensor | None,
         at_k: Tensor | None,
         key_mask: Tensor | None,
         documents: Tensor | None,

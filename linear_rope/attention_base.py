@@ -8,7 +8,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from linear_rope.arguments import check_key_mask
+from linear_rope.arguments import check_key_mask, check_tensors
 from linear_rope.local_attention import LocalHeads
 from linear_rope.mixing import OutputGate, ShortConvolution, TokenShift
 from linear_rope.rotary import can_read, resolve_positions
@@ -183,8 +183,10 @@ class AttentionBase(nn.Module):
         if self.local is not None:
             near, window = self.local(q[:, n:], k[:, m:], v[:, m:], at_q, state=past.window, **rows)
             q, k, v = q[:, :n], k[:, :m], v[:, :m]
+        # Without a token a first position is all that there is to know.
+        at = at_q if x.shape[1] else positions
         heads, last = self._attend(
-            x, q, k, v, rotary, at_q, at_k, key_mask, documents, past.attention, return_state
+            x, q, k, v, rotary, at, at_k, key_mask, documents, past.attention, return_state
         )
         if near is not None:
             heads = torch.cat([heads, near], dim=1)
@@ -205,7 +207,7 @@ class AttentionBase(nn.Module):
         k: Tensor,
         v: Tensor,
         rotary: Any,
-        at_q: Tensor,
+        at_q: int | Tensor | None,
         at_k: Tensor | None,
         key_mask: Tensor | None,
         documents: Tensor | None,
@@ -215,7 +217,8 @@ class AttentionBase(nn.Module):
         """Heads (batch, head, time, value width), and the state, or None if not asked for.
 
         rotary: what turns queries and keys, or None.
-        at_q, at_k: the positions; at_k is None where the keys are those of x.
+        at_q, at_k: the positions; at_k is None where the keys are those of x, and at_q is what the
+        caller gave where x has no token.
         """
         raise NotImplementedError
 
@@ -279,9 +282,9 @@ class AttentionBase(nn.Module):
         query_mask: Tensor | None,
     ) -> None:
         weight = self.query.weight
-        for name, given in (("x", x), ("context", context)):
-            if given is None:
-                continue
+        inputs = {"x": x} if context is None else {"x": x, "context": context}
+        check_tensors(**inputs)
+        for name, given in inputs.items():
             if given.ndim != 3 or given.shape[-1] != self.dim:
                 raise ValueError(
                     f"{name} must have shape (batch, time, {self.dim}), got {tuple(given.shape)}"

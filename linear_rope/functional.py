@@ -25,6 +25,7 @@ from linear_rope.arguments import (
     ROTATE,
     check_arguments,
     check_expansion,
+    check_heads,
     check_state,
 )
 from linear_rope.causal import (
@@ -126,12 +127,12 @@ def linear_attention(
     Raises:
         ValueError: arguments that do not fit; the message names the argument, value and remedy.
     """
+    check_heads(q=q, k=k, v=v)
     phi = _feature_map(feature_map, q)
     check_chunk_size(chunk_size)
     if (
         state is not None
         and causal
-        and q.ndim == 4
         and q.shape[2] == 1
         and backend in ("auto", "recurrent")
         and rotate in ROTATE
@@ -207,8 +208,14 @@ def linear_attention(
             rotary, v = None, v.to(dtype)
         after = None
         if return_state or isinstance(rotary, XPos):
+            given = positions if one_clock else key_positions
             after = next_position(
-                at_k, batch=batch, start=start, key_mask=key_mask, documents=documents
+                at_k,
+                batch=batch,
+                start=start,
+                key_mask=key_mask,
+                documents=documents,
+                given=given,
             )
         shared: dict[str, Any] = {
             "denominator": denominator,
@@ -386,6 +393,11 @@ def _feature_map(feature_map: str | Map, q: Tensor) -> Map:
         # Graphs do not see through a cache, and do not need it.
         by_name = _by_name if torch.compiler.is_compiling() else _by_name_once
         return by_name(feature_map, q.shape[-1])
+    if not callable(feature_map):
+        raise ValueError(
+            f"feature_map={feature_map!r} must be a name, such as 'elu+1', a FeatureMap, or a "
+            "function of (..., head width)"
+        )
     if isinstance(feature_map, FeatureMap) and feature_map.head_dim != q.shape[-1]:
         raise ValueError(
             f"feature_map was made for heads of width {feature_map.head_dim}, "

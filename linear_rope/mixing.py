@@ -267,7 +267,9 @@ def look_back(
 
 def _lift(index: Tensor, x: Tensor, dim: int) -> Tensor:
     """(batch, time) with axes of size 1 between and behind, to broadcast over x's axis `dim`."""
-    return index.reshape(index.shape[0], *([1] * (dim - 1)), -1, *([1] * (x.ndim - 1 - dim)))
+    return index.reshape(
+        *index.shape[:1], *[1] * (dim - 1), index.shape[1], *[1] * (x.ndim - 1 - dim)
+    )
 
 
 def _take(x: Tensor, index: Tensor, dim: int) -> Tensor:

@@ -272,7 +272,9 @@ def resolve_positions(
             Whatever is given replaces `start`.
         start: (batch,) the first position of each row (a state's `position`); None is 0.
         key_mask: (batch, time), True at real tokens: only those count (the first real token of a
-            left-padded row has the row's first position). Explicit ids are not recounted.
+            left-padded row has the row's first position). Explicit ids are not recounted; a pad's
+            may be anything, and becomes that of the real token before it, or of the first one, or
+            in a row without one `start`.
         documents: (batch, time), one id a document: the count begins again with each of them.
         batch: rows, to check shapes; None accepts any.
         axes: more than 1 (a rotation's `axes`) takes ids only, with that many numbers a token:
@@ -290,7 +292,7 @@ def resolve_positions(
         _check_positions(positions, length, batch, name)
         first = positions.to(device=device, dtype=torch.int64)
         if positions.ndim > 0 and positions.shape[-1] == length:
-            return first
+            return first if key_mask is None or not length else _at_pads(first, key_mask, start)
     elif positions is not None:
         if isinstance(positions, bool) or not isinstance(positions, int):
             raise ValueError(
@@ -309,6 +311,17 @@ def resolve_positions(
     else:
         count = (key_mask.to(torch.int64).cumsum(-1) - 1).clamp(min=0)
     return count + first
+
+
+def _at_pads(ids: Tensor, key_mask: Tensor, start: Tensor | None) -> Tensor:
+    """Ids (batch, time) in which a pad has that of a real token: what is there may be anything."""
+    order = torch.arange(key_mask.shape[1], device=key_mask.device)
+    before = torch.where(key_mask, order, -1).cummax(-1).values
+    first = key_mask.to(torch.int64).argmax(-1, keepdim=True)  # 0 if there is none
+    ids = ids.expand(key_mask.shape).gather(1, torch.where(before < 0, first, before))
+    if start is None:
+        return ids
+    return torch.where(key_mask.any(-1, keepdim=True), ids, start.to(ids.device).unsqueeze(-1))
 
 
 def document_positions(documents: Tensor, key_mask: Tensor | None, origin: Tensor) -> Tensor:
@@ -332,14 +345,20 @@ def next_position(
     start: Tensor | None,
     key_mask: Tensor | None,
     documents: Tensor | None = None,
+    given: int | Tensor | None = None,
 ) -> Tensor:
     """The position that follows each row's last real token, (batch,) int64.
 
     Without a real token that is the position of the row's first token, for which every pad before
-    the first real token stands: a first position that was given is not forgotten.
+    the first real token stands: a first position that was given is not forgotten. Neither is it
+    without any token; there are no `positions` then, and `given` is what the caller gave for them.
     """
     if positions.shape[-1] == 0:
-        return positions.new_zeros(batch) if start is None else start.clone()
+        ids = isinstance(given, Tensor) and given.ndim > 0 and given.shape[-1] == 0
+        if given is None or ids:
+            return positions.new_zeros(batch) if start is None else start.clone()
+        first = torch.as_tensor(given, dtype=torch.int64, device=positions.device)
+        return first.reshape(-1).expand(batch).clone()
     positions = positions.expand(batch, -1)
     first = positions[:, 0]
     if documents is not None:

@@ -27,8 +27,10 @@ def resolve_segments(
     Args:
         segment_ids: (batch, time) or (time,) integers; a document is a run of one id.
         cu_seqlens: (documents + 1,) the documents' limits in a flat row (batch must be 1), from 0
-            to time, ascending; equal neighbours are an empty document. The name and layout are
-            those of FlashAttention's variable-length functions.
+            to time, ascending; equal neighbours are an empty document, which leaves no trace: a
+            state goes on in the first document that has a token, and the new one is that of the
+            last such document. The name and layout are those of FlashAttention's variable-length
+            functions.
         key_mask: (batch, time), True at real tokens. A flat row holds no padding within its
             documents; a document of padding alone (to fill a fixed size) is none within.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from linear_rope.arguments import ROTATE, check_choices
 from linear_rope.attention_base import AttentionBase
 from linear_rope.cosformer import CosFormer
-from linear_rope.rotary import check_rotation, next_position
+from linear_rope.rotary import check_rotation, next_position, resolve_positions
 from linear_rope.scaling import Scaling
 from linear_rope.states import KeyValueCache
 from linear_rope.xpos import XPos
@@ -97,7 +97,7 @@ class SoftmaxAttention(AttentionBase):
         k: Tensor,
         v: Tensor,
         rotary: Any,
-        at_q: Tensor,
+        at_q: int | Tensor | None,
         at_k: Tensor | None,
         key_mask: Tensor | None,
         documents: Tensor | None,
@@ -112,14 +112,20 @@ class SoftmaxAttention(AttentionBase):
             packed=documents is not None,
             one_clock=at_k is None,
         )
+        given = at_q
+        if not x.shape[1]:  # `given` is for the state, and nothing turns
+            at_q = resolve_positions(0, device=x.device)
+        assert isinstance(at_q, Tensor)
         at_k = at_q if at_k is None else at_k
         if rotary is not None:
-            q, k = rotary(q, at_q), rotary(k, at_k)
+            q = rotary(q, at_q) if x.shape[1] else q
+            k = rotary(k, at_k) if k.shape[2] else k
         real = torch.ones_like(k[:, 0, :, 0], dtype=torch.bool) if key_mask is None else key_mask
         past, seen = 0, real
         if state is not None:
             past, seen = state.k.shape[2], torch.cat([state.mask, real], dim=1)
-            k, v = torch.cat([state.k, k], dim=2), torch.cat([state.v, v], dim=2)
+            k = torch.cat([state.k.to(k.dtype), k], dim=2)  # a state may be wider, or narrower
+            v = torch.cat([state.v.to(v.dtype), v], dim=2)
         # Without padding, past or documents the causal order is all there is to say.
         plain = key_mask is None and state is None and documents is None
         allowed = None
@@ -151,5 +157,6 @@ class SoftmaxAttention(AttentionBase):
             start=None if state is None else state.position,
             key_mask=key_mask,
             documents=documents,
+            given=given,
         )
         return heads, KeyValueCache(k, v, seen, after, self._mark(x.shape[0], x.device))

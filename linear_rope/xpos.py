@@ -105,7 +105,7 @@ def fade_clock(
     last = torch.where(real, order, 0).cummax(-1).values[:, :-1]  # the real token before each
     steps = line[:, 1:] - line.gather(1, last)
     counts = real[:, 1:]
-    if fresh is not None:
+    if fresh is not None and fresh.shape[1]:
         document = fresh.cumsum(-1)
         document = torch.cat([torch.zeros_like(document[:, :1]), document, document[:, -1:]], 1)
         counts = counts & (document[:, 1:] == document.gather(1, last))

@@ -174,7 +174,12 @@ def test_positions_in_every_form():
     mask = torch.tensor([[0, 0, 1, 1], [1, 0, 1, 0]]).bool()
     assert ids(4, key_mask=mask) == [[0, 0, 0, 1], [0, 0, 1, 1]]
     assert ids(4, 7, key_mask=mask) == [[7, 7, 7, 8], [7, 7, 8, 8]]
-    assert ids(4, torch.arange(4), key_mask=mask) == [[0, 1, 2, 3]] * 2
+    at = torch.tensor([8, 3, 5, 9])  # a pad's is that of the real token before it, or of the first
+    assert ids(4, at, key_mask=mask) == [[5, 5, 5, 9], [8, 8, 5, 5]]
+    assert ids(4, at, key_mask=mask & mask[:1]) == [[5, 5, 5, 9], [5, 5, 5, 5]]
+    none = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 0]]).bool()
+    assert ids(4, at, key_mask=none) == [[8] * 4, [3] * 4]
+    assert ids(4, at, key_mask=none, start=torch.tensor([7, 7])) == [[7] * 4, [3] * 4]
 
 
 @pytest.mark.parametrize(

@@ -238,5 +238,5 @@ def _check(
 
 def check_chunk_size(chunk_size: int | None) -> None:
     """Refuses a chunk without a token; None leaves the length to the form."""
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size must be at least 1, and an integer, got {chunk_size!r}")
