@@ -16,7 +16,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from linear_rope.causal import native
 from linear_rope.causal.division import divisor
@@ -100,7 +101,7 @@ def decode_step(
     """
     if rotary is not None and theta is None:
         theta = frequencies_of(rotary, q.device)
-    if q.device.type == "cpu" and not _differentiates(q, k, v, state.S, state.z, log_decay):
+    if _are_mere_numbers(q, k, v, state.S, state.z, state.position, log_decay, positions):
         name = _NATIVE_MAPS.get(type(phi))
         if name and (rotary is None or where == "after") and q.numel() and native.is_ready():
             eps = getattr(phi, "eps", 0.0)
@@ -146,8 +147,25 @@ def decode_step(
 _NATIVE_MAPS = {EluPlusOne: "elu+1", Relu: "relu"}
 
 
-def _differentiates(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+def _are_mere_numbers(*tensors: Tensor | None) -> bool:
+    """Whether nobody follows these tensors (no derivative of any kind, no transform, no mode, no
+    subclass), so that a kernel may take their addresses."""
+    if (
+        forward_ad._current_level >= 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return False
+    follows = torch.is_grad_enabled()
+    return all(
+        x is None
+        or (
+            type(x) in (Tensor, nn.Parameter)
+            and x.device.type == "cpu"
+            and not (follows and x.requires_grad)
+        )
+        for x in tensors
+    )
 
 
 def _native_step(

@@ -140,6 +140,35 @@ def test_heads_in_groups_and_the_native_step(name, heads, rotation, dtype, taken
     assert len(taken) == 12 and len(native_taken) == (6 if native.is_ready() else 0)
 
 
+def test_what_follows_a_tensor_is_not_lost(native_taken):
+    """Forward derivatives, transforms and modes need operations that they can see."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.autograd import forward_ad
+
+    state = past(torch.float64, rotary=Rotary(D))
+    (q, k, v), tangent = inputs(torch.float64), torch.randn(2, 3, 1, E, dtype=torch.float64)
+
+    def step(v, backend="auto", state=state):
+        return linear_attention(q, k, v, state=state, rotary=Rotary(D), backend=backend)
+
+    want = step(v + tangent, "reference") - step(v, "reference")  # linear in v
+    with forward_ad.dual_level():
+        got = forward_ad.unpack_dual(step(forward_ad.make_dual(v, tangent))).tangent
+    assert judge.error(got, want) <= 1e-12
+    assert judge.error(torch.func.jvp(step, (v,), (tangent,))[1], want) <= 1e-12
+    assert judge.error(torch.func.vjp(step, v)[1](torch.ones_like(v))[0], 0 * v) > 0
+    both = torch.func.vmap(step)(torch.stack([v, v + tangent]))
+    assert judge.error(both[1] - both[0], want) <= 1e-12
+    batched = torch.stack([state.S, 2 * state.S])
+    got = torch.func.vmap(lambda S: step(v, state=state._replace(S=S)))(batched)
+    assert judge.error(got[1], step(v, "reference", state._replace(S=batched[1]))) <= 1e-12
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert step(mode.from_tensor(v)).shape == v.shape
+    assert not native_taken
+    step(v)
+    assert len(native_taken) == native.is_ready()
+
+
 def test_the_native_step_reads_what_is_not_dense(native_taken):
     x = torch.randn(4, 1, 3, 10)
     state = linear_attention(*torch.randn(3, 4, 3, 5, 10), return_state=True)[1]
