@@ -140,6 +140,9 @@ class Study:
     """Steps to train for the dry run's times, where no run in the folder tells them."""
     report_only: bool = False
     """Train nothing; write the report of what is there."""
+    measure_speed: int = 0
+    """Steps of each arm to time in the end, with the machine to itself, for the results at equal
+    time (0: none). Leave the machine alone meanwhile. With --report-only it is all that is done."""
 
     def __call__(self, command: str) -> None:
         from .study.runner import study
@@ -151,6 +154,7 @@ class Study:
             dry_run=self.dry_run,
             time_steps=self.time_steps,
             report_only=self.report_only,
+            measure_speed=self.measure_speed,
             command=command,
         )
 

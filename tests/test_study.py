@@ -19,6 +19,7 @@ from enwik8.study.estimate import parameters
 from enwik8.study.plan import changes, parse, slug
 from enwik8.study.presets import STUDIES
 from enwik8.study.results import fairness, load_results
+from enwik8.study.speeds import read_speeds
 from enwik8.study.tables import conditions
 
 
@@ -241,7 +242,7 @@ def test_rates_are_chosen_and_differences_paired(text: str, tmp_path: Path) -> N
         },
         **{"elu-rope": {"parameters": 1020}},
     )
-    (found,) = conditions(plan, results)
+    (found,) = conditions(plan, results, {})
     base, rope = found.chosen
     assert (base.arm, base.learning_rate) == ("elu-none", 1e-3)
     assert (rope.arm, rope.learning_rate) == ("elu-rope", 4e-3)
@@ -260,6 +261,42 @@ def test_rates_are_chosen_and_differences_paired(text: str, tmp_path: Path) -> N
     assert base.difference is None and base.reached is None
 
 
+def test_equal_time_is_that_of_the_baseline(text: str, tmp_path: Path) -> None:
+    curves = {
+        "elu-none 0.001": [3.0, 2.5, 2.0],
+        "elu-none 0.004": [3.0, 2.6, 2.2],
+        "elu-rope 0.001": [3.0, 2.5, 2.4],
+        "elu-rope 0.004": [2.6, 2.0, 1.5],
+    }
+    plan, results = study_by_hand(text, tmp_path, curves)
+    # The baseline's 384 tokens take 384 / 192 = 2 s; an arm with 160 tokens/s has seen 320 of them
+    # by then, half way between its second and its third validation.
+    for rate, expected in ((160.0, 1.75), (192.0, 1.5), (400.0, 1.5), (64.0, 2.6), (63.0, None)):
+        speeds = {"base": {"elu-none": [191.0, 192.0, 193.0], "elu-rope": [rate]}}
+        (found,) = conditions(plan, results, speeds)
+        base, rope = found.chosen
+        assert base.seconds == pytest.approx(2.0) and rope.seconds == pytest.approx(384 / rate)
+        assert base.timely is not None and base.timely.mean == pytest.approx(2.1)
+        if expected is None:  # not validated once by then
+            assert rope.timely is None and rope.timely_difference is None
+            continue
+        assert rope.timely is not None and rope.timely.mean == pytest.approx(expected + 0.1)
+        assert rope.timely_difference is not None
+        assert rope.timely_difference.mean == pytest.approx(expected - 2.0)
+        assert rope.timely_difference.count == 3
+    (found,) = conditions(plan, results, {"length=9": {"elu-rope": [1.0]}})  # of other settings
+    assert all(row.alone is None and row.timely is None for row in found.rows)
+
+
+def test_damaged_speeds_are_named_and_left(tmp_path: Path) -> None:
+    assert read_speeds(tmp_path) == {}
+    for wrong in ("{", "[]", '{"tokens_per_second": {"base": {"elu-none": ["fast"]}}}'):
+        (tmp_path / "speeds.json").write_text(wrong)
+        with pytest.raises(UserError, match=r"speeds\.json is damaged .* --measure-speed"):
+            read_speeds(tmp_path)
+        assert (tmp_path / "speeds.json").read_text() == wrong
+
+
 def test_a_rate_is_chosen_on_the_seeds_that_all_rates_have(text: str, tmp_path: Path) -> None:
     # Seed 2 is the hardest: a rate without it would look better than it is.
     curves = {
@@ -270,7 +307,7 @@ def test_a_rate_is_chosen_on_the_seeds_that_all_rates_have(text: str, tmp_path: 
         "elu-rope 0.004": [3.0, 2.5, 2.5],
     }
     plan, results = study_by_hand(text, tmp_path, curves)
-    (found,) = conditions(plan, results)
+    (found,) = conditions(plan, results, {})
     assert [row.learning_rate for row in found.chosen if row.arm == "elu-none"] == [1e-3]
     slow = next(row for row in found.chosen if row.arm == "elu-rope")
     assert slow.reached is not None and (slow.reached.count, slow.reached.of) == (0, 3)

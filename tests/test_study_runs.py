@@ -112,6 +112,17 @@ def test_from_a_file_to_a_page(
     assert "default-src 'none'" in page and "http" not in page.replace("http-equiv", "")
     assert "<h1>A &lt;b&gt; &amp; c</h1>" in page and "data-order=" in page
 
+    # Timed alone, for the results at equal time.
+    assert "Equal time" not in summary.split("## How to read")[0]
+    assert main(["study", "--out", str(out), "--report-only", "--measure-speed", "1"]) == 0
+    rates = json.loads((out / "speeds.json").read_text())["tokens_per_second"]["base"]
+    assert {arm: len(found) for arm, found in rates.items()} == {
+        "elu-none": 3, "elu-rope": 3, "elu-learned": 3
+    }  # fmt: skip
+    summary = (out / "summary.md").read_text()
+    assert "### Equal time" in summary and "clock.png" in summary and (out / "clock.svg").exists()
+    assert len(here) == 12
+
     monkeypatch.setattr(reporting, "draw", lambda *_: {})  # figures take the most time
     capsys.readouterr()
     here.clear()
@@ -210,6 +221,7 @@ def test_other_studies_and_damaged_files_are_left_untouched(
         ([], "holds no study yet; name a file, or one of: demo"),
         (["demo", "--workers", "0"], "--workers must be at least 1"),
         (["demo", "--time-steps", "-1"], "--time-steps must not be negative"),
+        (["demo", "--measure-speed", "-1"], "--measure-speed must not be negative"),
     ],
 )
 def test_mistakes_of_the_command(

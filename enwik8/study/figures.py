@@ -39,6 +39,7 @@ def draw(each: Condition, title: str, unit: str) -> dict[str, tuple[Figure, str]
     drawn = (
         ("difference", _difference(each, unit)),
         ("speed-up", _speed_up(each)),
+        ("clock", _clock(each, unit)),
         ("positions", _positions(each, unit)),
         ("pareto", _pareto(each, unit)),
         ("rates", _rates(each, unit)),
@@ -123,12 +124,23 @@ def _difference(each: Condition, unit: str) -> tuple[Figure, str] | None:
         ends[row.arm] = float(mean[-1])
         late.append(values[:, len(tokens) // 5 :].ravel())
     if late:  # the first evaluations differ widely and would flatten the rest
-        pool = np.concatenate([*late, np.zeros(1)])
-        room = max(float(np.ptp(pool)) * 0.25, 0.01)
-        axes.set_ylim(float(pool.min()) - room, float(pool.max()) + room)
+        _keep(axes, np.concatenate([*late, np.zeros(1)]), 0.25)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_number(x)))
     _legend(axes, sorted(ends, key=lambda arm: -ends[arm]))
     return figure, f"Difference to {each.baseline} over training, in pairs of equal seeds."
+
+
+def _keep(axes: Axes, values: Floats, share: float) -> None:
+    """Show ``values`` with some room; say so where an interval goes beyond the panel."""
+    room = max(float(np.ptp(values)) * share, 0.01)
+    low, high = float(values.min()) - room, float(values.max()) + room
+    axes.set_ylim(low, high)
+    paths = [path for each in axes.collections for path in each.get_paths()]
+    ends = np.concatenate([np.zeros(0), *(np.asarray(path.vertices)[:, 1] for path in paths)])
+    if ends.size and (ends.min() < low or ends.max() > high):
+        place: dict[str, Any] = {"transform": axes.transAxes, "ha": "right", "va": "top"}
+        words = "some intervals are wider than this panel"
+        axes.text(0.99, 0.985, words, fontsize=9, color=MUTED, **place)
 
 
 def _band(axes: Axes, x: Floats, points: Sequence[Interval], color: str) -> Floats:
@@ -153,7 +165,7 @@ def _speed_up(each: Condition) -> tuple[Figure, str] | None:
     figure, axes = _new(
         f"Tokens needed to reach the final loss of {each.baseline}",
         "Bars end where the arm has the loss that the baseline has at 100 %; shorter is better. "
-        "Lines: 95 % interval. (1 of 3): seeds that get there.",
+        "Lines: 95 % interval. 1 of 3 seeds: the others never get there, so no factor.",
         f"% of the tokens of {each.baseline}",
         "",
         1.55 + 0.34 * max(len(rows), 2),
@@ -167,9 +179,10 @@ def _speed_up(each: Condition) -> tuple[Figure, str] | None:
         mean = reached.share.mean
         error = None if reached.count < 2 else [100 * reached.share.half]
         axes.barh(place, 100 * mean, xerr=error, height=0.62, color=color, ecolor=INK, capsize=3)
-        text = f"{1 / mean:.2f}x as fast"
-        if reached.count < reached.of:
-            text += f" ({reached.count} of {reached.of})"
+        if reached.count == reached.of:
+            text = f"{1 / mean:.2f}x as fast"
+        else:  # those that never get there have no number, so a factor of the rest would flatter
+            text = f"{reached.count} of {reached.of} seeds"
         axes.text(
             1.02, place, text, va="center", fontsize=9.5, transform=axes.get_yaxis_transform()
         )
@@ -177,6 +190,35 @@ def _speed_up(each: Condition) -> tuple[Figure, str] | None:
     axes.set(xlim=(0, 112), yticks=range(len(rows)), ylim=(-0.6, len(rows) - 0.4))
     _names_left(figure, axes, [row.arm for row in rows])
     return figure, f"How many tokens each arm needs for the final loss of {each.baseline}."
+
+
+def _clock(each: Condition, unit: str) -> tuple[Figure, str] | None:
+    """Validation loss over the seconds that the arms take when each has the machine to itself."""
+    rows = [row for row in each.chosen if row.alone is not None]
+    if not rows:
+        return None
+    styles = style_of([row.arm for row in each.chosen])
+    figure, axes = _new(
+        "Loss over time",
+        f"Seconds from tokens per second measured apart, one arm at a time; {_seeds(rows)}. Band: "
+        "95 % interval.",
+        "seconds of training",
+        f"validation {unit}",
+    )
+    ends, late = {}, []
+    for row in rows:
+        assert row.alone is not None
+        tokens, values = align([run.log.validation for run in row.runs if run.log is not None])
+        points = [interval(column.tolist()) for column in values.T]
+        seconds = tokens / row.alone.mean
+        mean = _band(axes, seconds, points, styles[row.arm]["color"])
+        axes.plot(seconds, mean, label=row.arm, linewidth=1.8, **_lines(styles, row.arm))
+        axes.plot(seconds[-1], mean[-1], "o", markersize=5, color=styles[row.arm]["color"])
+        ends[row.arm] = float(mean[-1])
+        late.append(mean[len(mean) // 5 :])
+    _keep(axes, np.concatenate(late), 0.1)
+    _legend(axes, sorted(ends, key=lambda arm: -ends[arm]))
+    return figure, "Validation loss over the seconds of training, each arm alone on the machine."
 
 
 def _names_left(figure: Figure, axes: Axes, names: Sequence[str]) -> None:
@@ -222,8 +264,7 @@ def _positions(each: Condition, unit: str) -> tuple[Figure, str] | None:
     axes.axvline(length, color=MUTED, linewidth=1.2, linestyle=":")
     # The first bytes, read without any context, would squash what follows.
     flat = [point.mean for _, points in lines.values() for point in points[len(points) // 6 :]]
-    room = 0.1 * (max(flat) - min(flat)) + 0.01
-    axes.set_ylim(min(flat) - room, max(flat) + room)
+    _keep(axes, np.array(flat), 0.15)
     _legend(axes, sorted(lines, key=lambda arm: -lines[arm][1][-1].mean))
     return figure, "Loss by position, in windows up to several times the training length."
 
@@ -255,9 +296,7 @@ def _pareto(each: Condition, unit: str) -> tuple[Figure, str] | None:
     )
     axes.plot(*zip(*front, strict=True), color="#bbbbbb", linewidth=1.2, zorder=0, label="_front")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_number(x)))
-    losses = [y for _, y in places]
-    room = max(0.35 * (max(losses) - min(losses)), 0.01)
-    axes.set(ylim=(min(losses) - room, max(losses) + room))
+    _keep(axes, np.array([y for _, y in places]), 0.35)
     speeds = [x for x, _ in places]
     axes.set_xlim(0.85 * min(speeds), 1.08 * max(speeds))
     order = sorted(rows, key=lambda row: -row.final.mean)

@@ -22,6 +22,7 @@ from .figures import draw
 from .page import Cell, Picture, Table, markdown, page
 from .plan import Plan
 from .results import Result, fairness
+from .speeds import read_speeds
 from .tables import ArmRow, Condition, conditions, runs_csv, table_csv
 
 __all__ = ["report"]
@@ -35,7 +36,7 @@ def report(plan: Plan, results: Sequence[Result], out: Path, command: str) -> li
     Raises:
         UserError: a file cannot be written.
     """
-    found = conditions(plan, results)
+    found = conditions(plan, results, read_speeds(out))
     factors = plan.evaluation.factors if plan.evaluation is not None else ()
     unit = objective_named(plan.base.objective).unit
     parts: list[Part] = [*_facts(plan, results, command), *_state(results)]
@@ -118,9 +119,36 @@ def _condition(each: Condition, factors: Sequence[int], unit: str) -> Iterator[P
             for row in each.at_edge()
         ]
         yield _rates_table(each, unit)
+    if any(row.alone is not None for row in each.chosen):
+        yield "### Equal time"
+        yield _time_table(each, unit)
     if any(row.long(factor) is not None for row in each.chosen for factor in factors):
         yield "### Longer windows than in training"
         yield _long_table(each, factors, unit)
+
+
+def _time_table(each: Condition, unit: str) -> Table:
+    seconds = each.base.seconds if each.base is not None else None
+    names = (
+        *("arm", "tokens/s alone", "seconds for all tokens"),
+        f"{unit} after {seconds:,.0f} s" if seconds else unit,
+        "difference",
+    )
+    rows = []
+    for row in sorted(each.chosen, key=lambda row: row.timely.mean if row.timely else 1e9):
+        needed = row.seconds
+        done = row.timely is not None and needed is not None and seconds and needed <= seconds
+        text = _cell(row.timely)
+        rows.append(
+            (
+                Cell(row.arm + (" (baseline)" if row.arm == each.baseline else ""), None),
+                _cell(row.alone, digits=0),
+                Cell("-", None) if needed is None else Cell(f"{needed:,.0f}", needed),
+                Cell(f"{text.text} (done)", text.order) if done else text,
+                _cell(row.timely_difference, signed=True),
+            )
+        )
+    return Table(names, tuple(rows))
 
 
 def _findings(each: Condition, unit: str) -> list[str]:
@@ -255,6 +283,9 @@ def _how(unit: str) -> Iterator[Part]:
         "Tokens to the baseline's loss: where an arm's validation curve first falls to the final "
         "loss of the baseline on the same seed, linear between evaluations; over the seeds that "
         "get there.",
+        "Equal time: tokens/s with the machine to itself, measured apart in rounds; the loss when "
+        "the baseline has finished, linear between evaluations. An arm that is not done by then is "
+        "caught in the middle of its schedule, with a learning rate still high.",
         "The learning rate of each arm is the best of those tried, chosen on validation over the "
         "seeds that all its rates have. Choosing makes the winner's number a little too good.",
         "Longer windows: the same bytes of the validation split cut into longer windows, read "

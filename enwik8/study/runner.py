@@ -23,7 +23,7 @@ from ..methods import find
 from ..presets import Settings, model_fields
 from ..record import training_record
 from ..train import make_sampler
-from . import estimate
+from . import estimate, speeds
 from .dry_run import costs
 from .plan import Plan, RunSpec, changes, parse, refuse
 from .presets import STUDIES
@@ -44,6 +44,7 @@ def study(
     dry_run: bool = False,
     time_steps: int = 0,
     report_only: bool = False,
+    measure_speed: int = 0,
     command: str = "",
 ) -> list[Path]:
     """Run a study, or go on with it, into the folder ``out``.
@@ -54,6 +55,8 @@ def study(
         dry_run: print the runs and their costs, and do nothing.
         time_steps: steps that a dry run trains to find the time where no finished run tells it.
         report_only: train nothing; make summary, tables, figures and page from what there is.
+        measure_speed: when all runs are done, train that many steps of each arm, alone on the
+            machine, for the results at equal time; 0: not.
 
     Returns:
         The report's files.
@@ -67,6 +70,8 @@ def study(
         raise UserError(f"--workers must be at least 1, got {workers}")
     if time_steps < 0:
         raise UserError(f"--time-steps must not be negative, got {time_steps}")
+    if measure_speed < 0:
+        raise UserError(f"--measure-speed must not be negative, got {measure_speed}")
     plan, source = _read(file, out)
     refuse_changes(plan, out)
     corpora = check_possible(plan, source)
@@ -94,6 +99,8 @@ def study(
                     command=command,
                     finished=_announce,
                 )
+            if measure_speed:
+                speeds.measure(plan, corpora, measure_speed, out)
         finally:  # also of what an interrupted study has, so that it can be looked at
             written = report(plan, load_results(plan, out), out, command)
     for path in written:

@@ -9,11 +9,14 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from ..presets import Settings
 from ..statistics import Interval, interval, paired
 from ..summary import tokens_to_reach
-from .plan import Plan, slug
+from .plan import Plan
 from .results import Result, condition
+from .speeds import Rates, condition_slug
 
 __all__ = ["ArmRow", "Condition", "Reached", "conditions", "runs_csv", "table_csv"]
 
@@ -42,6 +45,14 @@ class ArmRow:
     difference: Interval | None = None  # to the baseline at its best rate, same seeds
     reached: Reached | None = None
     parameter_difference: float | None = None  # share of the baseline's
+    alone: Interval | None = None  # tokens per second with the machine to itself
+    timely: Interval | None = None  # final loss, or that when the baseline's time is over
+    timely_difference: Interval | None = None  # of that to the baseline's final loss, same seeds
+
+    @property
+    def seconds(self) -> float | None:
+        """Of a whole run that has the machine to itself."""
+        return None if self.alone is None else self.tokens / self.alone.mean
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -125,7 +136,7 @@ class Condition:
         return found
 
 
-def conditions(plan: Plan, results: Sequence[Result]) -> list[Condition]:
+def conditions(plan: Plan, results: Sequence[Result], speeds: Rates) -> list[Condition]:
     """Group the finished runs, choose each arm's rate, and compare with the baseline."""
     groups: dict[object, list[Result]] = {}
     for result in results:
@@ -133,14 +144,16 @@ def conditions(plan: Plan, results: Sequence[Result]) -> list[Condition]:
             groups.setdefault(condition(result.spec.settings), []).append(result)
     found = []
     for runs in groups.values():
-        settings = dataclasses.replace(runs[0].spec.settings, learning_rate=plan.base.learning_rate)
-        name = slug(plan.base, settings)
+        name = condition_slug(plan, runs[0].spec.settings)
+        rows = _rows(plan.baseline, runs, speeds.get(name, {}))
         name = "the study's settings" if name == "base" else name.replace(",", ", ")
-        found.append(Condition(name, plan.baseline, tuple(_rows(plan.baseline, runs))))
+        found.append(Condition(name, plan.baseline, tuple(rows)))
     return found
 
 
-def _rows(baseline: str, runs: Sequence[Result]) -> list[ArmRow]:
+def _rows(
+    baseline: str, runs: Sequence[Result], speeds: Mapping[str, Sequence[float]]
+) -> list[ArmRow]:
     by_arm: dict[str, dict[float, list[Result]]] = {}
     for run in runs:
         rates = by_arm.setdefault(run.spec.arm, {})
@@ -151,21 +164,49 @@ def _rows(baseline: str, runs: Sequence[Result]) -> list[ArmRow]:
         for rate in sorted(rates)
     ]
     best = {arm: _best_rate([row for row in rows if row.arm == arm]) for arm in by_arm}
-    rows = [dataclasses.replace(row, chosen=best[row.arm] == row.learning_rate) for row in rows]
-    base = next((row for row in rows if row.chosen and row.arm == baseline), None)
-    if base is None:
-        return rows
-    return [
+    rows = [
         dataclasses.replace(
             row,
-            difference=None if row is base else paired(row.finals, base.finals),
-            reached=None if row is base else _reached(row, base),
-            parameter_difference=row.parameters / base.parameters - 1
-            if row.parameters and base.parameters
-            else None,
+            chosen=best[row.arm] == row.learning_rate,
+            alone=interval(speeds[row.arm]) if speeds.get(row.arm) else None,
         )
         for row in rows
     ]
+    base = next((row for row in rows if row.chosen and row.arm == baseline), None)
+    return rows if base is None else [_against(row, base) for row in rows]
+
+
+def _against(row: ArmRow, base: ArmRow) -> ArmRow:
+    """The row with what it is beside the baseline's."""
+    both = row.parameters and base.parameters
+    values = _when(row, base.seconds)
+    return dataclasses.replace(
+        row,
+        difference=None if row is base else paired(row.finals, base.finals),
+        reached=None if row is base else _reached(row, base),
+        parameter_difference=row.parameters / base.parameters - 1 if both else None,  # type: ignore[operator]
+        timely=interval(list(values.values())) if values else None,
+        timely_difference=None if row is base else paired(values, base.finals),
+    )
+
+
+def _when(row: ArmRow, seconds: float | None) -> dict[int, float]:
+    """By seed, the last validation loss that is known ``seconds`` after the start.
+
+    Linear between evaluations; the final loss of an arm that is done by then. An arm that is not
+    done has not lowered its learning rate to the end either, so this can only be to its
+    disadvantage.
+    """
+    found: dict[int, float] = {}
+    if seconds is None or row.alone is None:
+        return found
+    tokens = seconds * row.alone.mean
+    for run in row.runs:
+        if run.log is not None:
+            when, values = run.log.validation
+            if when.size and tokens >= when[0]:
+                found[run.spec.seed] = float(np.interp(tokens, when, values))
+    return found
 
 
 def _best_rate(rows: Sequence[ArmRow]) -> float:
@@ -216,6 +257,9 @@ def table_csv(found: Sequence[Condition], factors: Iterable[int]) -> str:
                 **_cells("share_of_tokens_to_baseline", shares),
                 "reached": f"{reached.count} of {reached.of}" if reached else "",
                 **_cells("tokens_per_second", row.speed),
+                **_cells("tokens_per_second_alone", row.alone),
+                **_cells("at_equal_time", row.timely),
+                **_cells("difference_at_equal_time", row.timely_difference),
                 "peak_memory_bytes": row.peak_memory,
             }
             for factor in factors:
