@@ -59,7 +59,7 @@ sanitize: $(INSTALLED)
 	CXX=$(CURDIR)/build/sanitize/g++ ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so)" \
 	$(BIN)/python -m pytest -n0 tests/test_native.py tests/test_fused.py tests/test_decoding.py \
-	    -k "native or step or group"
+	    tests/test_stepping.py -k "native or step or group or sizes"
 
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from linear_rope.causal import native
+from linear_rope.causal import native, native_steps
 from linear_rope.causal.division import divisor
 from linear_rope.elementwise import elu_plus_one
 from linear_rope.feature_base import FeatureMap
@@ -27,7 +27,14 @@ from linear_rope.feature_maps import EluPlusOne, Relu
 from linear_rope.rotary import Rotary, has_values, rotate
 from linear_rope.states import AttentionState
 
-__all__ = ["decode_step", "frequencies_of", "is_plain_step"]
+__all__ = [
+    "NATIVE_MAPS",
+    "are_mere_numbers",
+    "decode_step",
+    "frequencies_of",
+    "is_plain_step",
+    "is_transformed",
+]
 
 
 def is_plain_step(
@@ -101,8 +108,8 @@ def decode_step(
     """
     if rotary is not None and theta is None:
         theta = frequencies_of(rotary, q.device)
-    if _are_mere_numbers(q, k, v, state.S, state.z, state.position, log_decay, positions):
-        name = _NATIVE_MAPS.get(type(phi))
+    if are_mere_numbers(q, k, v, state.S, state.z, state.position, log_decay, positions):
+        name = NATIVE_MAPS.get(type(phi))
         if name and (rotary is None or where == "after") and q.numel() and native.is_ready():
             eps = getattr(phi, "eps", 0.0)
             given = (state, denominator, log_decay, positions)
@@ -110,7 +117,7 @@ def decode_step(
     at = state.position if positions is None else positions[:, 0]
     heads = (q.shape[1], k.shape[1])
     turns = None if rotary is None or theta is None else _turns(rotary, theta, at, q.dtype)
-    sure = type(phi) in _NATIVE_MAPS  # no feature of theirs is 0, so no denominator is
+    sure = type(phi) in NATIVE_MAPS  # no feature of theirs is 0, so no denominator is
 
     def features(q: Tensor, k: Tensor) -> Tensor:  # (batch, all heads, 1, features)
         if type(phi) is EluPlusOne:
@@ -144,17 +151,22 @@ def decode_step(
     return out, AttentionState(S, z, state.stabilizer.clone(), at + 1)
 
 
-_NATIVE_MAPS = {EluPlusOne: "elu+1", Relu: "relu"}
+NATIVE_MAPS = {EluPlusOne: "elu+1", Relu: "relu"}
 
 
-def _are_mere_numbers(*tensors: Tensor | None) -> bool:
-    """Whether nobody follows these tensors (no derivative of any kind, no transform, no mode, no
-    subclass), so that a kernel may take their addresses."""
-    if (
+def is_transformed() -> bool:
+    """Whether a transform or a mode of torch sees operations before they are done."""
+    return bool(
         forward_ad._current_level >= 0
         or torch._C._functorch.peek_interpreter_stack() is not None
         or torch._C._len_torch_dispatch_stack()
-    ):
+    )
+
+
+def are_mere_numbers(*tensors: Tensor | None) -> bool:
+    """Whether nobody follows these tensors (no derivative of any kind, no transform, no mode, no
+    subclass), so that a kernel may take their addresses."""
+    if is_transformed():
         return False
     follows = torch.is_grad_enabled()
     return all(
@@ -181,7 +193,7 @@ def _native_step(
     log_decay: Tensor | None,
     positions: Tensor | None,
 ) -> tuple[Tensor, AttentionState]:
-    out, S, z, after = native.step(
+    out, S, z, after = native_steps.step(
         q,
         k,
         v,

@@ -19,7 +19,7 @@ from linear_rope.rotary import can_read, has_values, resolve_positions
 from linear_rope.sampling import check_sampling, pick
 from linear_rope.segments import resolve_segments, unpack
 from linear_rope.states import ModelState
-from linear_rope.stepping import Step, make_steps, run_steps
+from linear_rope.stepping import Steps, make_steps, run_steps
 
 __all__ = ["Block", "Config", "Encoder", "LanguageModel"]
 
@@ -254,14 +254,14 @@ class LanguageModel(_Stack):
                 steps = None  # a state may be wider, or narrower
         return self._decode(tokens, state, steps)
 
-    def _steps(self, device: torch.device) -> list[Step] | None:
+    def _steps(self, device: torch.device) -> Steps | None:
         """Quick steps through the blocks, if the model is plain."""
         added = self.position_embedding is not None or self.config.position == "sinusoidal"
-        return None if added else make_steps(self.blocks, device)
+        return None if added else make_steps(self, self.blocks, device)
 
     @torch.no_grad()
     def _decode(
-        self, tokens: Tensor, state: ModelState, steps: list[Step] | None
+        self, tokens: Tensor, state: ModelState, steps: Steps | None
     ) -> tuple[Tensor, ModelState]:
         """`steps` take tokens and a state that are known to fit."""
         if steps is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -18,42 +19,94 @@ from torch.nn.modules import module as hooks_of_all
 
 from linear_rope.attention import RotaryLinearAttention
 from linear_rope.block import Block, feed_forward
-from linear_rope.decoding import decode_step, frequencies_of
+from linear_rope.decoding import decode_step, frequencies_of, is_transformed
 from linear_rope.feature_base import FeatureMap
+from linear_rope.native_blocks import make_blocks
 from linear_rope.rotary import Rotary
 
-__all__ = ["Step", "make_steps", "run_steps"]
+__all__ = ["Steps", "make_steps", "run_steps"]
 
 # x (batch, 1, dim) and a layer's state -> the same after the layer
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
-def make_steps(blocks: Iterable[nn.Module], device: torch.device) -> list[Step] | None:
-    """A step for each block, or None where only the blocks' own forward passes do it all.
+class Steps:
+    """Quick ways through a stack of plain blocks: one native call, or a step for each block.
 
-    Steps hold the parameters of this moment, and know nothing of modules or hooks that come later:
-    they are for one run of tokens.
+    They hold the parameters of the moment they were made, and know nothing of modules or hooks that
+    come later; `is_current` tells whether there were any.
     """
+
+    def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
+        self.device, self.blocks = device, tuple(blocks)
+        self.native = make_blocks(self.blocks, _is_watched) if device.type == "cpu" else None
+        self._each: list[Step] | None = None
+        self._same: list[tuple[dict[str, Any], str, Any]] = []
+        self._hooks: list[Any] = []
+        for module in (part for block in blocks for part in block.modules()):
+            own = vars(module)
+            tables = (own["_parameters"], own["_buffers"], own["_modules"])
+            self._same += [(table, name, x) for table in tables for name, x in table.items()]
+            self._same += [(own, name, x) for name, x in own.items() if name[0] != "_"]
+            self._hooks += [own["_forward_hooks"], own["_forward_pre_hooks"]]
+        self._numbers = [x for _, _, x in self._same if isinstance(x, Tensor)]
+        self._places = self._places_now()
+
+    def _places_now(self) -> list[tuple[int, torch.dtype]]:
+        """Where the parameters' numbers are: `parameter.data = ...` and `model.to()` move them."""
+        return [(x.data_ptr(), x.dtype) for x in self._numbers]
+
+    @property
+    def each(self) -> list[Step]:
+        if self._each is None:
+            self._each = [_make_step(block, self.device) for block in self.blocks]
+        return self._each
+
+    def is_current(self, blocks: Iterable[nn.Module], device: torch.device) -> bool:
+        """Whether these are the blocks, with the same parts, settings and numbers as then."""
+        return (
+            device == self.device
+            and tuple(blocks) == self.blocks
+            and all(table.get(name, self) is x for table, name, x in self._same)
+            and not any(self._hooks)
+            and not (hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks)
+            and self._places_now() == self._places
+        )
+
+
+# Of each model, while it lives: to find out anew at every token takes as long as the token does.
+_KEPT: WeakKeyDictionary[nn.Module, Steps] = WeakKeyDictionary()
+
+
+def make_steps(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device) -> Steps | None:
+    """Steps through the model's blocks, or None where only their own forward passes do it all."""
     if (
         device.type not in ("cpu", "cuda")
         or torch.compiler.is_compiling()
         or torch.is_autocast_enabled(device.type)
+        or is_transformed()
     ):
         return None
-    steps = []
-    for block in blocks:
-        if not _is_plain(block):
-            return None
-        steps.append(_make_step(block, device))
+    blocks, kept = tuple(blocks), _KEPT.get(model)
+    if kept is not None and kept.is_current(blocks, device):
+        return kept
+    _KEPT.pop(model, None)
+    parts = [x for block in blocks for x in (*block.parameters(), *block.buffers())]
+    if not all(_is_plain(block) for block in blocks):
+        return None
+    if not all(type(x) in (Tensor, nn.Parameter) for x in parts):
+        return None
+    _KEPT[model] = steps = Steps(blocks, device)
     return steps
 
 
-def run_steps(
-    steps: Sequence[Step], x: Tensor, states: Iterable[Any]
-) -> tuple[Tensor, tuple[Any, ...]]:
+def run_steps(steps: Steps, x: Tensor, states: Iterable[Any]) -> tuple[Tensor, tuple[Any, ...]]:
     """(batch, 1, dim) -> the same, and the layers' new states."""
+    states = tuple(states)
+    if steps.native is not None and (done := steps.native(x, states)) is not None:
+        return done
     after = []
-    for step, past in zip(steps, states, strict=True):
+    for step, past in zip(steps.each, states, strict=True):
         x, new = step(x, past)
         after.append(new)
     return x, tuple(after)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 import linear_rope.causal.native as native
+import linear_rope.causal.native_steps as native_steps
 import linear_rope.functional as functional
 from linear_rope import FEATURE_MAPS, Rotary, linear_attention, make_feature_map
 from linear_rope.functional import DENOMINATORS
@@ -56,8 +57,8 @@ def native_taken(monkeypatch):
         count.append(1)
         return step(*args, **kwargs)
 
-    step = native.step
-    monkeypatch.setattr(native, "step", counted)
+    step = native_steps.step
+    monkeypatch.setattr(native_steps, "step", counted)
     return count
 
 

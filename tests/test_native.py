@@ -19,6 +19,7 @@ import linear_rope
 from linear_rope import Rotary, causal_product
 from linear_rope.causal import native as module
 from linear_rope.causal.native import native
+from linear_rope.causal.native_calls import LEVELS
 
 TOLERANCE = {
     torch.float64: 1e-12,
@@ -199,12 +200,12 @@ def test_threads_and_segments_of_time(library: Any, batch: int, keys: int, threa
         check(make(**sizes, state=True, decay=decay), None, fresh)
 
 
-@pytest.mark.parametrize("level", list(module.LEVELS))
+@pytest.mark.parametrize("level", list(LEVELS))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_each_instruction_set(
     library: Any, dtype: torch.dtype, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if module.LEVELS[level] > library.linear_rope_level():
+    if LEVELS[level] > library.linear_rope_level():
         pytest.skip(f"this processor has no {level}")
     monkeypatch.setenv("LINEAR_ROPE_NATIVE_LEVEL", level)
     for width, values in ((1, 1), (6, 65), (64, 17), (66, 7)):
@@ -223,7 +224,7 @@ def test_an_unknown_instruction_set(library: Any, monkeypatch: pytest.MonkeyPatc
 # ---- Numbers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("level", list(module.LEVELS))
+@pytest.mark.parametrize("level", list(LEVELS))
 @pytest.mark.parametrize(("dtype", "least"), [(torch.float32, -30.0), (torch.float64, -300.0)])
 def test_exponential(
     library: Any, dtype: torch.dtype, least: float, level: str, monkeypatch: pytest.MonkeyPatch

@@ -1,11 +1,18 @@
 """A token through the whole model at once equals a token through `Block.forward`."""
 
+import copy
+import gc
+import pickle
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
 import judge
 import pytest
 import torch
 
 import linear_rope.model as model_module
-from linear_rope import Config, LanguageModel
+from linear_rope import Config, LanguageModel, native_blocks, stepping
+from linear_rope.causal import native
 
 SIZES = {"vocab_size": 19, "dim": 16, "layers": 2, "heads": 4}
 PLAIN = {
@@ -33,6 +40,24 @@ OTHERS = {
     "xpos": {"rotary_scaling": "xpos"},
     "chosen form": {"backend": "chunked"},
 }
+
+
+# Blocks of these are made of what the kernels of native_block.h know.
+NATIVE = set(PLAIN) - {"before", "other map"}
+
+
+@pytest.fixture
+def native_taken(monkeypatch):
+    """How many tokens went through all blocks in one native call."""
+    count = []
+
+    def counted(calls):
+        count.append(len(calls))
+        run_blocks(calls)
+
+    run_blocks = native_blocks.run_blocks
+    monkeypatch.setattr(native_blocks, "run_blocks", counted)
+    return count
 
 
 @pytest.fixture
@@ -75,7 +100,7 @@ def leaves(state):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", [*PLAIN, *OTHERS])
-def test_it_equals_the_long_way(name, dtype, taken):
+def test_it_equals_the_long_way(name, dtype, taken, native_taken):
     torch.manual_seed(0)
     model = LanguageModel(Config(**SIZES, **(PLAIN | OTHERS)[name])).to(dtype).eval()
     with torch.no_grad():
@@ -83,6 +108,7 @@ def test_it_equals_the_long_way(name, dtype, taken):
             parameter.add_(0.1 * torch.randn_like(parameter))
     (out, state), (want, right) = run(model, True), run(model, False)
     assert len(taken) == (5 if name in PLAIN else 0)
+    assert native_taken == ([2] * 5 if name in NATIVE and native.is_ready() else [])
     tolerance = 1e-10 if dtype == torch.float64 else 1e-3 if name == "relu" else 2e-5
     assert judge.error(out, want) <= tolerance
     for got, wanted in zip(leaves(state), leaves(right), strict=True):
@@ -105,6 +131,92 @@ def test_it_is_not_taken_where_someone_looks_or_drops(taken):
     assert not taken
     run(model.float(), True)
     assert len(taken) == 5
+
+
+@pytest.mark.parametrize("rows", [1, 2, native_blocks.ROWS, native_blocks.ROWS + 1])
+@pytest.mark.parametrize("options", [
+    {"dim": 24, "heads": 3, "mlp_ratio": 1.125, "bias": True},  # widths that fill no vector
+    {"dim": 128, "heads": 2, "kv_heads": 1, "mlp_ratio": 4},  # two threads have work
+    {"dim": 136, "heads": 1, "block": "llama", "output_gate": True, "decay": "learned"},
+])  # fmt: skip
+@pytest.mark.parametrize("level", ["plain", "avx2", "avx512"])
+def test_sizes_rows_and_instruction_sets(rows, options, level, native_taken, monkeypatch):
+    """In float64, so that nothing hides behind rounding; the long way is judged elsewhere."""
+    monkeypatch.setenv("LINEAR_ROPE_NATIVE_LEVEL", level)
+    torch.manual_seed(1)
+    model = LanguageModel(Config(vocab_size=19, layers=2, **options)).double().eval()
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    prompt = torch.randint(19, (rows, 5))
+    _, state = model.prefill(prompt)
+    for token in torch.randint(19, (3, rows)):
+        want, right = model(token[:, None], state=state, return_state=True)
+        before = [x.clone() for x in leaves(state)]
+        logits, after = model.decode(token, state)
+        assert judge.error(logits, want[:, 0]) <= 1e-12
+        for got, wanted in zip(leaves(after), leaves(right), strict=True):
+            assert judge.error(got.double(), wanted.double()) <= 1e-12
+        for x, kept in zip(leaves(state), before, strict=True):
+            assert torch.equal(x, kept)  # a state is a value
+        state = after
+    ready = native.is_ready() and rows <= native_blocks.ROWS
+    assert native_taken == ([2] * 3 if ready else [])
+
+
+def test_what_is_kept_is_made_anew_after_any_change(taken, native_taken):
+    """Weights moved, replaced or retyped, settings, hooks: each is seen by the next token."""
+    model = LanguageModel(Config(**SIZES, output_gate=True)).eval()
+    layer = model.blocks[1].attention
+
+    def agree(tolerance=2e-5):
+        model.decode(torch.tensor([1]), model.prefill(torch.tensor([[1, 2]]))[1])
+        (out, _), (want, _) = run(model, True), run(model, False)
+        assert judge.error(out, want) <= tolerance
+
+    agree()
+    steps = model._steps(torch.device("cpu"))
+    assert model._steps(torch.device("cpu")) is steps  # kept while nothing changes
+    changes = [
+        lambda: model.blocks[0].up.weight.data.mul_(3.0),  # in place: nothing to make anew
+        lambda: setattr(layer.key.weight, "data", torch.randn(16, 16)),
+        lambda: setattr(layer, "query", torch.nn.Linear(16, 16)),
+        lambda: setattr(model.blocks[0].down, "weight", torch.nn.Parameter(torch.randn(16, 64))),
+        lambda: setattr(layer, "denominator", "none"),
+        lambda: setattr(model.blocks[0].mlp_norm, "eps", 1.0),
+        lambda: setattr(layer, "output_gate", None),
+        lambda: setattr(model, "blocks", torch.nn.ModuleList([model.blocks[0]])),
+        lambda: model.double(),
+    ]
+    for change in changes:
+        change()
+        agree()
+    assert len(taken) == 6 * (len(changes) + 1)
+    assert len(native_taken) == (len(taken) if native.is_ready() else 0)
+    copy.deepcopy(model), pickle.dumps(model)  # what is kept is not part of the model
+
+
+def test_what_is_kept_lives_as_long_as_the_model():
+    def use():
+        model = LanguageModel(Config(**SIZES)).eval()
+        run(model, True)
+        assert model in stepping._KEPT
+        return weakref.ref(model)
+
+    gone = use()
+    gc.collect()
+    assert gone() is None
+
+
+def test_threads_may_share_a_model():
+    model = LanguageModel(Config(**SIZES)).eval()
+    prompts = torch.randint(19, (4, 6))
+    alone = [model.generate(prompt[None], 40, temperature=0.0) for prompt in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(
+            pool.map(lambda prompt: model.generate(prompt[None], 40, temperature=0.0), prompts)
+        )
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_it_hides_no_refusal():

@@ -22,6 +22,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
 #include <new>
 #include <thread>
@@ -186,6 +187,8 @@ void prefer_large_pages(const Array& a, Int elements) {
 
 }  // namespace
 
+#include "native_block.h"
+
 // ==== The second part, once for each instruction set =============================================
 
 #define LINEAR_ROPE_BYTES 16  // what every x86-64 has, and the only one elsewhere (such as ARM)
@@ -282,15 +285,23 @@ extern "C" {
 // 0 plain, 1 AVX2 with FMA, 2 AVX-512: the best instruction set of this processor.
 int linear_rope_level() { return best_level(); }
 
-// sizeof(Call) and sizeof(Step), for native.py to compare with its own.
+// Sizes of what comes as an address, for the Python side to compare with its own.
 int linear_rope_call_size() { return sizeof(Call); }
 int linear_rope_step_size() { return sizeof(Step); }
+int linear_rope_block_size() { return sizeof(BlockStep); }
 
 // 0, or 1 if memory ran out.
 int linear_rope_run(const Call* call, int backward) {
   return attempt(call->level, call->q.type == FLOAT64, *call, backward != 0);
 }
 int linear_rope_step(const Step* step) { return attempt(step->level, step->wide != 0, *step); }
+
+// The blocks of a model, one after another on the same x. 0, or 1 if memory ran out.
+int linear_rope_blocks(const BlockStep* blocks, Int count) {
+  for (Int i = 0; i < count; ++i)
+    if (attempt(blocks[i].step.level, blocks[i].step.wide != 0, blocks[i])) return 1;
+  return 0;
+}
 
 }  // extern "C"
 
@@ -1415,5 +1426,7 @@ void run(const Step& c) {
 
 }  // namespace LINEAR_ROPE_LEVEL
 }  // namespace
+
+#include "native_block.h"
 
 #endif

@@ -33,13 +33,26 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from linear_rope.causal.native_calls import (
+    DENOMINATOR,
+    GRADIENTS,
+    INPUTS,
+    PHI,
+    RESULTS,
+    TYPES,
+    Array,
+    BlockCall,
+    Call,
+    StepCall,
+    level,
+)
 from linear_rope.causal.operator import empty_gradients, empty_results, make_form
 
-__all__ = ["build_native", "is_ready", "native", "step", "why_not"]
+__all__ = ["build_native", "is_ready", "library", "native", "why_not"]
 
 SOURCE = Path(__file__).with_name("native.cpp")
+HEADER = SOURCE.with_name("native_block.h")
 FLAGS = ("-O3", "-ffp-contract=fast", "-Wno-psabi")
-LEVELS = {"plain": 0, "avx2": 1, "avx512": 2}
 
 logger = logging.getLogger("linear_rope")
 
@@ -97,6 +110,17 @@ def is_ready() -> bool:
 is_ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+def library() -> ctypes.CDLL:
+    """The kernels.
+
+    Raises:
+        ValueError: there are none here, and why.
+    """
+    if (reason := why_not()) or _Found.library is None:
+        raise ValueError(f'backend="native" cannot be used: {reason}')
+    return _Found.library
+
+
 def _first_look() -> str:
     asked = os.environ.get("LINEAR_ROPE_NATIVE", "")
     if asked == "0":
@@ -125,7 +149,7 @@ def _flags() -> list[str]:
 
 def _key() -> str:
     parts = [torch.__version__, platform.machine(), sys.platform, os.environ.get("CXX", "")]
-    made_of = SOURCE.read_bytes() + "\0".join([*parts, *_flags()]).encode()
+    made_of = SOURCE.read_bytes() + HEADER.read_bytes() + "\0".join([*parts, *_flags()]).encode()
     return hashlib.sha256(made_of).hexdigest()[:16]
 
 
@@ -207,131 +231,19 @@ def _run_compiler(folder: Path, verbose: bool) -> None:
 def _load(path: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
-        sizes = library.linear_rope_call_size(), library.linear_rope_step_size()
+        names = ("call", "step", "block")
+        sizes = [getattr(library, f"linear_rope_{name}_size")() for name in names]
     except (OSError, AttributeError) as error:
         raise RuntimeError(f"{path} cannot be loaded ({error}); delete it") from None
-    if sizes != (ctypes.sizeof(_Call), ctypes.sizeof(_Step)):
+    if sizes != [ctypes.sizeof(kind) for kind in (Call, StepCall, BlockCall)]:
         raise RuntimeError(f"{path} is not of this version; delete it")
     library.linear_rope_run.argtypes = [ctypes.c_void_p, ctypes.c_int]
     library.linear_rope_step.argtypes = [ctypes.c_void_p]
+    library.linear_rope_blocks.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     return library
 
 
 # ---- A call --------------------------------------------------------------------------------------
-
-_TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.bool: 4}
-_PHI = {"none": 0, "elu+1": 1, "relu": 2}
-_DENOMINATOR = {"none": 0, "unrotated": 1, "rotated": 2}
-
-_NUMBERS = "batch heads key_heads length M E pairs phi denominator half chunk block threads level"
-_INPUTS = ["q", "k", "v", "cos", "sin", "g", "fresh", "S0", "z0"]
-_RESULTS = ["out", "den", "S", "z", "starts_S", "starts_z"]
-_GRADIENTS = ["d_out", "dS", "dz", "dq", "dk", "dv", "dg", "dS0", "dz0"]
-
-
-class _Array(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("type", ctypes.c_int64),
-        ("stride", ctypes.c_int64 * 4),
-    )
-
-
-class _Call(ctypes.Structure):
-    """The same as `Call` in native.cpp, in the same order."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in _NUMBERS.split()),
-        ("eps", ctypes.c_double),
-        *((name, _Array) for name in (*_INPUTS, *_RESULTS, *_GRADIENTS)),
-    )
-
-
-class _Step(ctypes.Structure):
-    """The same as `Step` in native.cpp, in the same order."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("batch", "heads", "key_heads", "M", "E", "pairs")),
-        *((name, ctypes.c_int64) for name in ("phi", "denominator", "half", "threads", "level")),
-        ("wide", ctypes.c_int64),
-        *((name, ctypes.c_double) for name in ("eps", "multiplier")),
-        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "g", "S0", "z0", "position")),
-        *((name, ctypes.c_void_p) for name in ("theta", "out", "S", "z", "next")),
-    )
-
-
-def _level() -> int:
-    level = os.environ.get("LINEAR_ROPE_NATIVE_LEVEL", "avx512")
-    if level not in LEVELS:
-        raise ValueError(
-            f"LINEAR_ROPE_NATIVE_LEVEL={level!r} is unknown; choose one of: {', '.join(LEVELS)}"
-        )
-    return LEVELS[level]
-
-
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    S: Tensor,
-    z: Tensor,
-    position: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    theta: Tensor | None = None,
-    multiplier: float = 1.0,
-    pairing: str = "interleaved",
-    phi: str = "none",
-    eps: float = 0.0,
-    denominator: str = "unrotated",
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One token a row, without gradients: the output, S, z and position after it.
-
-    Args:
-        q, k, v: (batch, head, 1, width), (batch, key head, 1, width), all, like S, z and log_decay
-            (batch, key head, 1), float32 or all float64, on the CPU.
-        position: (batch,) int64. theta: (pairs,) float64, radians a position, or None.
-        phi, eps: the map that is applied to q and k here, see `linear_rope.elementwise`.
-    """
-    library = _Found.library
-    if library is None:
-        raise ValueError(f"the native step cannot be used: {why_not()}")
-    # Dense, and kept here until the call is over
-    q, k, v, S, z, position = (x.contiguous() for x in (q, k, v, S, z, position))
-    g = None if log_decay is None else log_decay.contiguous()
-    out = v.new_empty((*q.shape[:3], v.shape[3]))
-    new = torch.empty_like(S), torch.empty_like(z), torch.empty_like(position)
-    call = _Step(
-        q.shape[0],
-        q.shape[1],
-        k.shape[1],
-        q.shape[3],
-        v.shape[3],
-        0 if theta is None else theta.shape[0],
-        _PHI[phi],
-        _DENOMINATOR[denominator],
-        pairing == "half",
-        torch.get_num_threads(),
-        _level(),
-        q.dtype == torch.float64,
-        eps,
-        multiplier,
-        q.data_ptr(),
-        k.data_ptr(),
-        v.data_ptr(),
-        None if g is None else g.data_ptr(),
-        S.data_ptr(),
-        z.data_ptr(),
-        position.data_ptr(),
-        None if theta is None else theta.data_ptr(),
-        out.data_ptr(),
-        new[0].data_ptr(),
-        new[1].data_ptr(),
-        new[2].data_ptr(),
-    )
-    if library.linear_rope_step(ctypes.byref(call)):
-        raise MemoryError("the native step found no memory for its workspace")
-    return (out, *new)
 
 
 def _plan(k: Tensor, v: Tensor, chunk: int) -> tuple[int, int]:
@@ -379,13 +291,12 @@ def _run(
         raise ValueError(
             f'backend="native" runs on the CPU, but q is on {q.device}; use backend="auto"'
         )
-    if (reason := why_not()) or _Found.library is None:
-        raise ValueError(f'backend="native" cannot be used: {reason}')
+    kernels = library()
     (batch, heads, length, M), E = q.shape, v.shape[3]
     pairs = given["cos"].shape[-1] if "cos" in given else 0
-    call = _Call(
-        *(batch, heads, k.shape[1], length, M, E, pairs, _PHI[phi], _DENOMINATOR[denominator]),
-        *(pairing == "half", *_plan(k, v, chunk), torch.get_num_threads(), _level(), eps),
+    call = Call(
+        *(batch, heads, k.shape[1], length, M, E, pairs, PHI[phi], DENOMINATOR[denominator]),
+        *(pairing == "half", *_plan(k, v, chunk), torch.get_num_threads(), level(), eps),
     )
     for name, x in given.items():
         if name.endswith(("S", "z", "S0", "z0")):  # states are dense, one after another
@@ -393,8 +304,8 @@ def _run(
             strides: tuple[int, ...] = (0, M * E if "S" in name else M)
         else:
             strides = _strides(name, x)
-        setattr(call, name, _Array(x.data_ptr(), _TYPES[x.dtype], (ctypes.c_int64 * 4)(*strides)))
-    if _Found.library.linear_rope_run(ctypes.byref(call), backward):
+        setattr(call, name, Array(x.data_ptr(), TYPES[x.dtype], (ctypes.c_int64 * 4)(*strides)))
+    if kernels.linear_rope_run(ctypes.byref(call), backward):
         raise MemoryError("the native kernels found no memory for their workspace")
 
 
@@ -417,7 +328,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     results = empty_results(q, k, v, denominator, wide, _starts(q, k, v, denominator, chunk))
     _run(
-        [*_INPUTS, *_RESULTS],
+        [*INPUTS, *RESULTS],
         (q, k, v, cos, sin, g, fresh, S0, z0, *results),
         (phi, eps, pairing, denominator, chunk),
         backward=False,
@@ -450,7 +361,7 @@ def _backward(
     gradients = empty_gradients(q, k, v, want_dg)
     saved = (q, k, v, cos, sin, g, fresh, out, den, starts_S, starts_z, d_out, dS, dz)
     _run(
-        [*_INPUTS[:7], "out", "den", "starts_S", "starts_z", *_GRADIENTS],
+        [*INPUTS[:7], "out", "den", "starts_S", "starts_z", *GRADIENTS],
         (*saved, *gradients),
         (phi, eps, pairing, denominator, chunk),
         backward=True,

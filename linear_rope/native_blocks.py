@@ -1,0 +1,157 @@
+"""One token through all blocks of a model in a single native call.
+
+Of a small model, the calls of torch for a token take longer than its matrix products. The kernels
+of native_block.h do a whole block, for blocks made of nothing but what they know; `make_blocks`
+looks whether they are. Its result is one of the quick ways of `linear_rope.stepping`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from linear_rope.causal import native
+from linear_rope.causal.native_calls import DENOMINATOR, PHI, Affine, BlockCall, StepCall, level
+from linear_rope.causal.native_steps import run_blocks
+from linear_rope.decays import FixedDecay, LearnedDecay
+from linear_rope.decoding import NATIVE_MAPS, are_mere_numbers, frequencies_of
+from linear_rope.mixing import OutputGate
+from linear_rope.states import AttentionState
+
+__all__ = ["NativeBlocks", "make_blocks"]
+
+# Rows of a batch: the kernels read a weight once for all of them, but keep no tile of it in
+# registers, so that torch's matrix products win for more.
+ROWS = 8
+
+
+class NativeBlocks:
+    """x (batch, 1, dim) and the layers' states -> the same after the blocks."""
+
+    def __init__(self, calls: Sequence[BlockCall], kept: Sequence[Tensor]) -> None:
+        self._calls = (BlockCall * len(calls))(*calls)
+        self._kept = kept  # what the addresses are of
+
+    def __call__(
+        self, x: Tensor, states: Iterable[Any]
+    ) -> tuple[Tensor, tuple[AttentionState, ...]] | None:
+        """None where this call is not for the kernels."""
+        states = tuple(states)
+        tensors = [x, *(t for state in states for t in (state.S, state.z, state.position))]
+        if not 0 < x.shape[0] <= ROWS or not are_mere_numbers(*tensors):
+            return None
+        x, threads = x.clone(memory_format=torch.contiguous_format), torch.get_num_threads()
+        after, given = [], []
+        calls = type(self._calls).from_buffer_copy(self._calls)  # others may be in here too
+        for call, past in zip(calls, states, strict=True):
+            old = [t.contiguous() for t in (past.S, past.z, past.position)]
+            new = [torch.empty_like(t) for t in old]
+            call.x, step = x.data_ptr(), call.step
+            step.batch, step.threads = x.shape[0], threads
+            step.S0, step.z0, step.position = (t.data_ptr() for t in old)
+            step.S, step.z, step.next = (t.data_ptr() for t in new)
+            given.append(old)
+            after.append(past._replace(S=new[0], z=new[1], position=new[2]))
+        run_blocks(calls)
+        return x, tuple(after)
+
+
+def make_blocks(
+    blocks: Sequence[Any], is_watched: Callable[[nn.Module], bool]
+) -> NativeBlocks | None:
+    """For blocks that `linear_rope.stepping` found plain; None if the kernels do not know them all.
+
+    Args:
+        is_watched: whether somebody wants to see a module's calls.
+    """
+    if not blocks or not native.is_ready():
+        return None
+    kept: list[Tensor] = []
+    calls = [_call(block, is_watched, kept) for block in blocks]
+    known = [call for call in calls if call is not None]
+    return NativeBlocks(known, kept) if len(known) == len(calls) else None
+
+
+def _call(
+    block: Any, is_watched: Callable[[nn.Module], bool], kept: list[Tensor]
+) -> BlockCall | None:
+    layer, dtype = block.attention, block.attention.query.weight.dtype
+    phi, rotary, decay = layer.feature_map, layer.rotary, layer.gate
+    norms = [block.attention_norm, block.mlp_norm]
+    linear: dict[str, Any] = {
+        **{"query": layer.query, "key": layer.key, "value": layer.value, "out": layer.out},
+        **{"up": block.up, "down": block.down, "mlp_gate": block.mlp_gate},
+    }
+    head_norms = {"query_norm": layer.query_norm, "key_norm": layer.key_norm}
+    known = (
+        all(module is None or type(module) is nn.Linear for module in linear.values())
+        and type(norms[0]) is type(norms[1])
+        and type(norms[0]) in (nn.LayerNorm, nn.RMSNorm)
+        and all(tuple(norm.normalized_shape) == (block.up.in_features,) for norm in norms)
+        and all(module is None or type(module) is nn.RMSNorm for module in head_norms.values())
+        and (decay is None or type(decay) in (FixedDecay, LearnedDecay))
+        and (layer.output_gate is None or type(layer.output_gate) is OutputGate)
+        and type(phi) in NATIVE_MAPS
+        and (rotary is None or layer.rotate == "after")
+    )
+    affine: dict[str, Any] = {
+        **linear,
+        **head_norms,
+        **{"norm": norms[0], "mlp_norm": norms[1], "gate": layer.output_gate},
+        "decay": decay if type(decay) is LearnedDecay else None,
+    }
+    modules = [module for module in (*affine.values(), decay) if module is not None]
+    if not known or any(is_watched(module) for module in modules):
+        return None
+    addresses: dict[str, Affine] = {}
+    for name, module in affine.items():
+        pair = []
+        for part in ("weight", "bias"):
+            tensor = getattr(module, part, None)
+            if tensor is not None and not _is_dense(tensor, dtype):
+                return None
+            pair.append(None if tensor is None else tensor.data_ptr())
+            kept += [] if tensor is None else [tensor]
+        addresses[name] = Affine(*pair)
+    call = BlockCall(dim=block.up.in_features, hidden=block.up.out_features, **addresses)
+    call.rms, call.output_norm = type(norms[0]) is nn.RMSNorm, layer.output_norm
+    call.norm_eps, call.mlp_norm_eps = (_eps(norm, dtype) for norm in norms)
+    call.head_eps = 1e-6
+    if layer.query_norm is not None and {_eps(n, dtype) for n in head_norms.values()} != {1e-6}:
+        return None
+    if type(decay) is FixedDecay:
+        rates = torch.tensor(decay.log_decay(), dtype=dtype)
+        kept.append(rates)
+        call.rates = rates.data_ptr()
+    theta = None if rotary is None else frequencies_of(rotary, torch.device("cpu"))
+    if theta is not None:
+        kept.append(theta)
+    call.step = StepCall(
+        heads=layer.heads,
+        key_heads=layer.kv_heads,
+        M=layer.head_dim,
+        E=layer.value_dim,
+        pairs=0 if theta is None else theta.shape[0],
+        phi=PHI[NATIVE_MAPS[type(phi)]],
+        denominator=DENOMINATOR[layer.denominator],
+        half=rotary is not None and rotary.pairing == "half",
+        level=level(),
+        wide=dtype == torch.float64,
+        eps=getattr(phi, "eps", 0.0),
+        multiplier=1.0 if rotary is None else rotary.multiplier,
+        theta=None if theta is None else ctypes.c_void_p(theta.data_ptr()),
+    )
+    return call
+
+
+def _is_dense(x: Tensor, dtype: torch.dtype) -> bool:
+    plain = type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu"
+    return plain and x.dtype == dtype and x.is_contiguous()
+
+
+def _eps(norm: Any, dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps if norm.eps is None else norm.eps)
