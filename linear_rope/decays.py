@@ -112,7 +112,9 @@ class FixedDecay(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(batch, time, dim) -> g (batch, head, time); of x only its shape, dtype and device."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        g = torch.tensor(self.log_decay(), dtype=dtype, device=x.device)
+        # Made where it is needed: numbers from the host would make a GPU wait for them.
+        exponents = torch.linspace(*self.exponents, self.heads, dtype=dtype, device=x.device)
+        g = torch.log1p(-torch.exp2(-exponents))
         return g[:, None].expand(x.shape[0], self.heads, x.shape[1])
 
     def extra_repr(self) -> str:

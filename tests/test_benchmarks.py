@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("matplotlib", exc_type=ImportError)
 
-from benchmarks import attention, decode, train
+from benchmarks import attention, decode, packing, train
 from benchmarks._contestants import Contestant, Field, Run, find_contestants, torch_rotation
 from benchmarks._judge import relative_error, rows_of, turned
 from benchmarks._memory import STATUS, Meter
@@ -422,6 +422,22 @@ def test_steps_are_judged_at_their_position() -> None:
     late = Ours(sizes, 50)
     late.state = late.state._replace(position=late.state.position + 1)
     assert late.judge() > 1e-3
+
+
+# --- packing ------------------------------------------------------------------------------------
+
+
+def test_packing_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--length", "50", "--documents", "7", "--heads", "2", "--width", "8")
+    packing.main([*sizes, "--threads", "1", "--rounds", "2", "--out", str(tmp_path)])
+    text = (tmp_path / "packing.md").read_text()
+    rows = [line.split("|") for line in text.splitlines() if line.startswith(("| chun", "| nat"))]
+    assert {row[1].strip() for row in rows} >= {"chunked"} and len(rows) in (2, 4)
+    for row in rows:
+        assert float(row[5]) > 0 and float(row[6]) < 1e-5
+    with pytest.raises(SystemExit):
+        packing.main(["--length", "3", "--documents", "4", "--out", str(tmp_path)])
+    assert "--documents must lie between 1 and --length, got 4 for 3" in capsys.readouterr().err
 
 
 # --- train ----------------------------------------------------------------------------------------

@@ -49,12 +49,19 @@ seeds = [0, 1, 2]
 features = 64
 """
 
-_CONTEST = """\
-title = "Rotary linear attention with decay against softmax, at equal parameters and tokens"
+_FINALISTS = """\
 preset = "small"
 baseline = "softmax-rope"
 arms = ["softmax-rope", "softmax-rope-llama", "best", "best-no-rope"]
 
+[evaluation]
+factors = [1, 2, 4, 16]
+bytes = 65536
+"""
+
+_CONTEST = f"""\
+title = "Rotary linear attention with decay against softmax, at equal parameters and tokens"
+{_FINALISTS}
 [settings]
 evaluate_every = 125
 checkpoint_every = 250
@@ -63,7 +70,7 @@ checkpoint_every = 250
 name = "learning rates of the finalists"
 seeds = [0]
 [group.sweep]
-learning_rate = [2e-3, 4e-3, 8e-3]
+learning_rate = [1e-3, 2e-3, 4e-3, 8e-3]
 
 [[group]]
 name = "seeds of the finalists"
@@ -72,17 +79,71 @@ seeds = [0, 1, 2]
 learning_rate = 4e-3
 
 [[group]]
+name = "seeds of the finalist that is better at another rate"
+arms = ["softmax-rope-llama"]
+seeds = [0, 1, 2]
+[group.settings]
+learning_rate = 2e-3
+
+[[group]]
 name = "ablations"
 arms = ["best-no-decay", "best-no-denominator", "best-rope-before", "best-gpt"]
 seeds = [0]
 [group.sweep]
 learning_rate = [2e-3, 4e-3, 8e-3]
+"""
 
-[evaluation]
-factors = [1, 2, 4, 16]
-bytes = 65536
+_CONTEST_1024 = f"""\
+title = "The contest in windows of 1,024 bytes"
+{_FINALISTS}
+[settings]
+length = 1024
+batch_size = 4
+evaluate_every = 125
+checkpoint_every = 250
+
+[[group]]
+name = "learning rates"
+seeds = [0]
+[group.sweep]
+learning_rate = [2e-3, 4e-3, 8e-3]
+
+[[group]]
+name = "ablations"
+arms = ["best-no-decay", "best-no-denominator", "best-rope-before"]
+seeds = [0]
+[group.settings]
+learning_rate = 4e-3
+"""
+
+_CONTEST_20M = f"""\
+title = "The contest at ten times the tokens, 20.5 million"
+{_FINALISTS}
+[settings]
+steps = 5000
+evaluate_every = 250
+checkpoint_every = 250
+
+[arm.softmax-rope-llama]
+learning_rate = 2e-3
+
+[arm.softmax-rope]
+learning_rate = 4e-3
+
+[arm.best]
+learning_rate = 4e-3
+
+[arm.best-no-rope]
+learning_rate = 4e-3
 """
 
 STUDIES: Mapping[str, str] = MappingProxyType(
-    {"demo": _DEMO, "rates": _RATES, "small": _SMALL, "contest": _CONTEST}
+    {
+        "demo": _DEMO,
+        "rates": _RATES,
+        "small": _SMALL,
+        "contest": _CONTEST,
+        "contest-1024": _CONTEST_1024,
+        "contest-20m": _CONTEST_20M,
+    }
 )
