@@ -10,6 +10,7 @@ documents run one by one. Prints the table and writes OUT/packing.md.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,7 @@ def difference(inputs: list[Tensor], limits: list[int], ids: Tensor, backend: st
     entry."""
     rotary, worst = Rotary(inputs[0].shape[3]), 0.0
     packed = linear_attention(*inputs, rotary=rotary, segment_ids=ids, backend=backend)
-    for start, stop in zip(limits[:-1], limits[1:], strict=True):
+    for start, stop in itertools.pairwise(limits):
         parts = [x[:, :, start:stop] for x in inputs]
         alone = linear_attention(*parts, rotary=rotary, backend=backend)
         apart = (packed[:, :, start:stop] - alone).abs().max() / alone.abs().max()
