@@ -33,7 +33,7 @@ $(INSTALLED): setup.cfg pyproject.toml constraints.txt
 		"PYTHON=python3.11" >&2; exit 1; }
 	@$(BIN)/python -c '' 2>/dev/null || { echo "making $(VENV)"; $(PYTHON) -m venv --clear $(VENV); }
 	$(BIN)/python -m pip install --disable-pip-version-check \
-		-c constraints.txt -e '.[enwik8,sample,performer,dev]'
+		-c constraints.txt -e '.[enwik8,sample,performer,compression,tensorboard,dev]'
 	@touch $@
 
 demo: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""``python -m enwik8 {prepare,train,compare,study,plot,sample,evaluate}``: the command line.
+"""``python -m enwik8 {prepare,train,compare,study,plot,sample,...}``: the command line.
 
 Each command is a dataclass: its fields are the flags, its docstrings the help. Errors that the
 user can put right are one sentence and exit code 2; an interrupted run exits with 130 or 143.
@@ -67,10 +67,10 @@ class Train:
     settings: OmitArgPrefixes[Settings] = field(default_factory=Settings)
 
     def __call__(self, command: str) -> None:
-        from .checkpoint import NAME
+        from .checkpoint import latest
         from .train import train
 
-        if self.resume and not (self.out / NAME).exists():
+        if self.resume and latest(self.out) is None:
             print(f"no checkpoint in {self.out} yet: starting with step 1")
         result = train(
             self.settings,
@@ -184,12 +184,17 @@ class Plot:
 
 @dataclass
 class Sample:
-    """Print a prompt and its continuation by a trained model, byte by byte as it is drawn."""
+    """Print a prompt and its continuation by a trained model, byte by byte as it is drawn.
+
+    Memory does not depend on the lengths (softmax arms: it grows by a row a byte).
+    """
 
     run: Positional[Path]
     """Run folder, or checkpoint file."""
-    prompt: str = "The "
-    """Text to continue."""
+    prompt: str | None = None
+    """Text to continue (none: "The ")."""
+    prompt_file: Path | None = None
+    """Continue the bytes of this file instead, of any length; - is standard input."""
     length: int = 500
     """Bytes to draw."""
     temperature: float = 0.8
@@ -204,11 +209,11 @@ class Sample:
     """Where to compute: cpu, cuda, ..."""
 
     def __call__(self, command: str) -> None:
-        from .sample import sample
+        from .sample import read_prompt, sample
 
         sample(
             self.run,
-            self.prompt,
+            read_prompt(self.prompt, self.prompt_file),
             self.length,
             temperature=self.temperature,
             top_k=self.top_k,
@@ -261,6 +266,69 @@ class Evaluate:
 
 
 @dataclass
+class Compress:
+    """Compress a file by a trained model's own probabilities, with an arithmetic coder.
+
+    Prints the file's bits per byte beside the model's own cross-entropy: the size of the file is
+    the proof of that figure, since `decompress` gets the text back exactly. That takes the same
+    machine and the same versions, or at least ones that round alike; it is checked.
+    """
+
+    run: Positional[Path]
+    """Run folder, or checkpoint file."""
+    file: Positional[Path]
+    """File to compress, any bytes."""
+    out: Positional[Path]
+    """File to write."""
+    streams: int | None = None
+    """Parts of the file that are read side by side: more is faster, fewer save some bits (none: up
+    to 256, by the size of the file)."""
+    length: int | None = None
+    """Bytes in a window; each window starts afresh (none: as in training)."""
+    threads: int = 1
+    """CPU threads of PyTorch; decompression uses as many."""
+    overwrite: bool = False
+    """Replace the file to write, if it exists."""
+    device: str = "cpu"
+    """Where to compute: cpu, cuda, ... Decompression must compute there too."""
+
+    def __call__(self, command: str) -> None:
+        from .compression import compress
+
+        compress(
+            self.run,
+            self.file,
+            self.out,
+            streams=self.streams,
+            length=self.length,
+            threads=self.threads,
+            overwrite=self.overwrite,
+            device=self.device,
+        )
+
+
+@dataclass
+class Decompress:
+    """Get a file back that `compress` has written, and check it by its SHA-256."""
+
+    run: Positional[Path]
+    """Run folder, or checkpoint file, of the model that compressed it."""
+    file: Positional[Path]
+    """File that `compress` wrote."""
+    out: Positional[Path]
+    """File to write."""
+    overwrite: bool = False
+    """Replace the file to write, if it exists."""
+    device: str = "cpu"
+    """Where to compute, as in compression."""
+
+    def __call__(self, command: str) -> None:
+        from .compression import decompress
+
+        decompress(self.run, self.file, self.out, overwrite=self.overwrite, device=self.device)
+
+
+@dataclass
 class Arms:
     """List the arms that can be trained, and the presets."""
 
@@ -277,7 +345,9 @@ class Arms:
             print(f"--preset {name}: {preset.description} Arms: {', '.join(preset.arms)}.")
 
 
-Command = Prepare | Train | Compare | Study | Plot | Sample | Evaluate | Arms
+Command = (
+    Prepare | Train | Compare | Study | Plot | Sample | Evaluate | Compress | Decompress | Arms
+)
 
 _DESCRIPTION = (
     "Byte-level language models with and without rotary positions (RoPE) in linear attention. "
@@ -306,6 +376,8 @@ def parse(arguments: Sequence[str]) -> Command:
         | Annotated[Plot, subcommand("plot")]
         | Annotated[Sample, subcommand("sample")]
         | Annotated[Evaluate, subcommand("evaluate")]
+        | Annotated[Compress, subcommand("compress")]
+        | Annotated[Decompress, subcommand("decompress")]
         | Annotated[Arms, subcommand("arms")]
     )
     command: Command = tyro.cli(

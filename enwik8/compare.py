@@ -18,8 +18,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from linear_rope.model import Config
-
 from . import checkpoint, run_folder
 from .corpus import Corpus, load_corpus
 from .errors import UserError
@@ -31,7 +29,7 @@ from .plot import plot
 from .presets import Settings, model_fields
 from .record import training_record, versions
 from .summary import summarize, verdict
-from .tasks import make_model
+from .tasks import ModelConfig, make_config, make_model
 from .train import RunResult, make_sampler, train
 
 __all__ = ["check_fair", "compare", "unfair"]
@@ -72,10 +70,7 @@ def compare(
     arms = list(dict.fromkeys(arms))
     if not arms:
         raise UserError("--arms must name at least one arm")
-    models = {
-        arm: Config(**model_fields(settings, find(arm)))  # type: ignore[arg-type]
-        for arm in arms
-    }
+    models = {arm: make_config(model_fields(settings, find(arm))) for arm in arms}
     run_folder.check_new(out, resume=resume, overwrite=overwrite)
     corpus = load_corpus(settings.corpus, data_dir=settings.data_dir)
     _check_possible(settings, models, seeds, corpus)
@@ -127,7 +122,7 @@ def compare(
 
 
 def _check_possible(
-    settings: Settings, models: Mapping[str, Config], seeds: Sequence[int], corpus: Corpus
+    settings: Settings, models: Mapping[str, ModelConfig], seeds: Sequence[int], corpus: Corpus
 ) -> None:
     """Refuse what a later run would refuse, before anything is written or trained."""
     Accelerator(cpu=settings.cpu, mixed_precision=settings.precision)

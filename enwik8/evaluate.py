@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from linear_rope.model import Config
+from linear_rope.model import LanguageModel
 
 from . import checkpoint
 from .batches import bits_per_byte
@@ -24,9 +24,17 @@ from .corpus import load_corpus
 from .errors import UserError
 from .masked import IGNORED
 from .objectives import CAUSAL, Objective, objective_named
-from .tasks import Model, evaluation_batches, make_model
+from .tasks import Model, evaluation_batches, make_config, make_model
 
-__all__ = ["Trained", "evaluate", "load_model", "split_bits_per_byte"]
+__all__ = [
+    "Trained",
+    "TrainedLanguageModel",
+    "evaluate",
+    "load_language_model",
+    "load_model",
+    "longest_text",
+    "split_bits_per_byte",
+]
 
 
 class Trained:
@@ -48,7 +56,7 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> Trained:
         config = contents["config"]
         # Runs from before there was a choice were causal.
         objective = objective_named(config.get("training", {}).get("objective", CAUSAL.name))
-        model = make_model(Config.from_dict(config["model"]), objective)
+        model = make_model(make_config(config["model"]), objective)
         model.load_state_dict(contents["model"])
     except (RuntimeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"the checkpoint of {path} does not hold a model ({error})") from error
@@ -57,6 +65,41 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> Trained:
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         raise UserError(f"--device {device} cannot be used here ({error})") from error
     return Trained(model.eval(), objective, config, contents["step"])
+
+
+def longest_text(model: LanguageModel) -> int | None:
+    """Bytes that a model can read, where its positions end; None: any number."""
+    config = model.config
+    return config.max_length if config.position in ("learned", "cosformer") else None
+
+
+class TrainedLanguageModel(Trained):
+    """One whose model reads a text byte by byte."""
+
+    model: LanguageModel
+
+
+def load_language_model(
+    path: Path, device: str | torch.device, purpose: str
+) -> TrainedLanguageModel:
+    """As `load_model`, for what only a causal model with a state can do.
+
+    Raises:
+        UserError: it is another kind of model. ``purpose`` says what it cannot do.
+    """
+    trained = load_model(path, device)
+    model, objective = trained.model, trained.objective
+    if not objective.causal:
+        raise UserError(
+            f"{path} was trained with --objective {objective.name}: it fills in masked bytes and "
+            f"cannot {purpose}; give a run of --objective causal"
+        )
+    if not isinstance(model, LanguageModel):
+        raise UserError(
+            f"the model of {path}, a {type(model).__name__}, keeps no state and cannot {purpose}; "
+            "give a run of another arm"
+        )
+    return TrainedLanguageModel(model, objective, trained.config, trained.step)
 
 
 @torch.no_grad()

@@ -113,12 +113,17 @@ def read_rows(path: Path, objective: Objective = CAUSAL) -> list[dict[str, str]]
     text = path.read_text(encoding="utf-8", errors="replace")
     whole = text[: text.rfind("\n") + 1]
     reader = csv.DictReader(io.StringIO(whole))
-    if whole and tuple(reader.fieldnames or ()) != column_names(objective):
+    try:
+        if whole and tuple(reader.fieldnames or ()) != column_names(objective):
+            raise UserError(
+                f"{path} has not the columns of a run's metrics ({objective.unit}); it was left "
+                "untouched"
+            )
+        return [row for row in reader if None not in row.values() and None not in row]
+    except csv.Error as error:
         raise UserError(
-            f"{path} has not the columns of a run's metrics ({objective.unit}); it was left "
-            "untouched"
-        )
-    return [row for row in reader if None not in row.values() and None not in row]
+            f"{path}, line {reader.line_num + 1}, is damaged ({error}); it was left untouched"
+        ) from error
 
 
 def merge(runs: list[tuple[str, int, Path]], out: Path, objective: Objective = CAUSAL) -> None:

@@ -93,7 +93,9 @@ def style_of(arms: Sequence[str]) -> dict[str, dict[str, Any]]:
     def line(arm: str) -> Any:
         if "rope-before" in arm:
             return (0, (6, 1.5, 1.5, 1.5))
-        return "-" if "rope" in arm else (0, (4, 1.5))
+        turns = ("rope", "best", "selective")  # all recipes rotate, but for one that says so
+        rotates = "no-rope" not in arm and any(word in arm for word in turns)
+        return "-" if rotates else (0, (4, 1.5))
 
     return {
         arm: {

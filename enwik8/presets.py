@@ -73,6 +73,10 @@ class Settings:
     """Evaluate on that many first bytes of the validation split (none: all of it)."""
     checkpoint_every: int = 100
     """Steps between checkpoints (the last step, and an interrupted one, are always saved)."""
+    keep_checkpoints: int = 1
+    """Checkpoints to keep: the newest, checkpoint.pt, and those before it, checkpoint-STEP.pt."""
+    tensorboard: bool = False
+    """Write curves and samples of text for TensorBoard too, into the run's folder tensorboard."""
 
     seed: int = 0
     """Seed of everything random that has no seed of its own below."""
@@ -102,7 +106,8 @@ class Settings:
         at_least_one = (
             *("layers", "dim", "heads", "features", "redraw_interval"),
             *("length", "batch_size", "micro_batch_size", "steps"),
-            *("evaluate_every", "validation_bytes", "checkpoint_every", "threads"),
+            *("evaluate_every", "validation_bytes", "checkpoint_every"),
+            *("keep_checkpoints", "threads"),
         )
         for name in at_least_one:
             value = getattr(self, name)
@@ -150,7 +155,10 @@ class Settings:
 # is trained. (The text itself is compared by its SHA-256, so its path may change. The number of
 # threads changes the last bits only, as another machine does.)
 FREE_ON_RESUME = frozenset(
-    {"corpus", "data_dir", "evaluate_every", "checkpoint_every", "cpu", "threads"}
+    {
+        *("corpus", "data_dir", "evaluate_every", "checkpoint_every", "keep_checkpoints"),
+        *("tensorboard", "cpu", "threads"),
+    }
 )
 
 
@@ -159,7 +167,7 @@ def _flag(name: str) -> str:
 
 
 def model_fields(settings: Settings, method: Method) -> dict[str, object]:
-    """Fields of ``linear_rope.model.Config`` for an arm at the size of the settings.
+    """Fields of an arm's config at the size of the settings, see `enwik8.tasks.make_config`.
 
     Raises:
         ValueError: the objective has no causal model, and the arm needs one.
@@ -180,7 +188,7 @@ def model_fields(settings: Settings, method: Method) -> dict[str, object]:
         "dropout": settings.dropout,
         **method.overrides,
     }
-    if fields.get("position") == "learned":
+    if method.needs_length:
         fields["max_length"] = settings.length
     if method.random_features:
         fields["features"] = settings.features

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 import linear_rope
-from linear_rope.model import Config
 
 from .corpus import Corpus
 from .methods import find
 from .presets import Settings
+from .tasks import ModelConfig
 
 __all__ = ["fingerprints", "make_record", "training_record", "versions"]
 
@@ -25,7 +25,7 @@ __all__ = ["fingerprints", "make_record", "training_record", "versions"]
 def make_record(
     settings: Settings,
     arm: str,
-    config: Config,
+    config: ModelConfig,
     corpus: Corpus,
     module: nn.Module,
     *,

@@ -11,26 +11,28 @@ from typing import Any
 
 from linear_rope.model import Config
 
-from . import checkpoint
+from . import checkpoint, tensorboard
 from .errors import UserError
 from .presets import FREE_ON_RESUME, Settings
 
 __all__ = ["FILES", "check_new", "clear", "differences", "make_writable", "read_config"]
 
 FILES = ("config.json", "metrics.csv", checkpoint.NAME)
+_BESIDE = ("checkpoint-[0-9]*.pt", f"{tensorboard.FOLDER}/events.out.tfevents.*")
 
 
 def check_new(folder: Path, *, resume: bool, overwrite: bool) -> None:
     """Refuse a folder that holds a run, unless it is said what to do with it."""
     if resume and overwrite:
         raise UserError("--resume and --overwrite exclude each other; give one of them")
-    if not (resume or overwrite) and any((folder / name).exists() for name in FILES):
+    there = any((folder / name).exists() for name in FILES) or checkpoint.latest(folder)
+    if there and not (resume or overwrite):
         raise UserError(
             f"{folder} holds a run already; --resume goes on with it, --overwrite starts it again"
         )
 
 
-def make_writable(folder: Path) -> None:
+def make_writable(folder: Path, remedy: str = "choose another with --out") -> None:
     """Make the folder and prove that it can be written, before hours are spent on training."""
     probe = folder / f".writable.{os.getpid()}"
     try:
@@ -39,18 +41,20 @@ def make_writable(folder: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise UserError(
-            f"the output folder {folder} cannot be written ({error.strerror or error}); "
-            "choose another with --out"
+            f"the output folder {folder} cannot be written ({error.strerror or error}); {remedy}"
         ) from error
 
 
-def clear(folder: Path, files: Iterable[str] = FILES) -> None:
-    """Remove a run's own files, and nothing else."""
-    for name in files:
+def clear(folder: Path, files: Iterable[str] | None = None) -> None:
+    """Remove a run's own files (or ``files``), and nothing else."""
+    paths = [folder / name for name in (FILES if files is None else files)]
+    if files is None:
+        paths += [path for pattern in _BESIDE for path in folder.glob(pattern)]
+    for path in paths:
         try:
-            (folder / name).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         except OSError as error:
-            raise UserError(f"{folder / name} cannot be removed ({error.strerror})") from error
+            raise UserError(f"{path} cannot be removed ({error.strerror})") from error
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:

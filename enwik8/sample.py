@@ -1,26 +1,57 @@
-"""Text from a trained model, byte by byte as it is drawn."""
+"""Text from a trained model, byte by byte as it is drawn.
+
+A prompt is read a piece at a time, and a state of constant size goes on from piece to piece: with
+linear attention the memory does not depend on the lengths of prompt and text.
+"""
 
 from __future__ import annotations
 
 import codecs
 import itertools
+import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from linear_rope.model import LanguageModel
+from linear_rope.sampling import check_sampling, pick
 
 from .errors import UserError
-from .evaluate import load_model
+from .evaluate import load_language_model, longest_text
 
-__all__ = ["sample", "stream_text"]
+__all__ = ["read_prompt", "sample", "stream_text"]
+
+PIECE = 2048  # bytes read at once: enough for full speed, little enough for little memory
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> Iterator[bytes]:
+    """The prompt's bytes in pieces, from the text itself, from a file, or, for ``-``, from
+    standard input.
+
+    Raises:
+        UserError: text and file are both given, or the file cannot be read.
+    """
+    if file is None:
+        yield os.fsencode("The " if prompt is None else prompt)  # as it was typed, UTF-8 or not
+        return
+    if prompt is not None:
+        raise UserError("--prompt and --prompt-file exclude each other; give one of them")
+    try:
+        with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as source:
+            yield from iter(lambda: source.read(PIECE), b"")
+    except OSError as error:
+        raise UserError(
+            f"--prompt-file {file} cannot be read ({error.strerror or error})"
+        ) from error
 
 
 def stream_text(
     run: Path,
-    prompt: str = "The ",
+    prompt: str | bytes | Iterable[bytes] = "The ",
     length: int = 500,
     *,
     temperature: float = 0.8,
@@ -28,49 +59,107 @@ def stream_text(
     top_p: float | None = None,
     seed: int = 0,
     device: str = "cpu",
+    repeat: bool = False,
 ) -> Iterator[str]:
-    """Pieces of the continuation, as soon as their bytes are drawn; the prompt is not repeated.
+    """Pieces of the continuation, as soon as their bytes are drawn.
 
     Bytes are decoded as UTF-8. A byte sequence that is no UTF-8 becomes the replacement character;
     a character of several bytes comes out when it is whole.
+
+    Args:
+        run: run folder or checkpoint.
+        prompt: text, bytes, or an iterable of bytes, of which one piece is held at a time.
+        length: bytes to draw.
+        temperature, top_k, top_p: see `linear_rope.LanguageModel.generate`.
+        seed: of the draws.
+        repeat: begin with the prompt itself.
+
+    Raises:
+        UserError: no model that continues a text, an empty prompt, or one that is too long for
+            an arm whose positions end; before anything is drawn.
+        ValueError: impossible sampling options.
     """
-    trained = load_model(run, device)
-    model = trained.model
-    if not isinstance(model, LanguageModel):
-        raise UserError(
-            f"{run} was trained with --objective {trained.objective.name}: it fills in masked "
-            "bytes and cannot continue a text; give a run of --objective causal"
-        )
-    tokens = torch.tensor([list(prompt.encode())], dtype=torch.int64, device=device)
-    if tokens.numel() == 0:
-        raise UserError("--prompt must have at least one byte")
-    longest = model.config.max_length if model.config.position == "learned" else None
-    if longest is not None and tokens.shape[1] + length - 1 > longest:
-        raise UserError(
-            f"this arm has learned positions for {longest} bytes only, so prompt and --length "
-            f"together may have {longest + 1} bytes, not {tokens.shape[1] + length}"
-        )
+    check_sampling(temperature, top_k, top_p)
     if length < 0:
         raise UserError(f"--length must not be negative, got {length}")
+    model = load_language_model(run, device, "continue a text").model
+    whole = prompt.encode() if isinstance(prompt, str) else prompt
+    pieces = _cut([whole] if isinstance(whole, bytes) else whole)
+    first = next(pieces, b"")
+    if not first:
+        raise UserError("--prompt must have at least one byte")
+    longest = longest_text(model)
+    if longest is not None:
+        first, pieces = _fit(first, pieces, length, longest)
     generator = torch.Generator(device).manual_seed(seed)
-    stream = model.stream(
-        tokens, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
-    )
-    return _decode(itertools.islice(stream, length))
+    options = (temperature, top_k, top_p, generator)
+    parts = _continue(model, itertools.chain([first], pieces), length, options, device, repeat)
+    return _decode(parts)
 
 
-def _decode(tokens: Iterable[torch.Tensor]) -> Iterator[str]:
+def _cut(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    for piece in pieces:
+        for start in range(0, len(piece), PIECE):
+            yield piece[start : start + PIECE]
+
+
+def _fit(
+    first: bytes, pieces: Iterator[bytes], length: int, longest: int
+) -> tuple[bytes, Iterator[bytes]]:
+    """The whole of a prompt, where positions end and so only a short one is of use."""
+    while len(first) + length <= longest + 1 and (piece := next(pieces, b"")):
+        first += piece
+    if len(first) + length > longest + 1:
+        more = "at least " if next(pieces, b"") else ""
+        raise UserError(
+            f"this arm has positions for {longest} bytes only, so prompt and --length "
+            f"together may have {longest + 1} bytes, not {more}{len(first) + length}"
+        )
+    return first, pieces
+
+
+@torch.no_grad()
+def _continue(
+    model: LanguageModel,
+    pieces: Iterable[bytes],
+    length: int,
+    options: tuple[Any, ...],
+    device: str,
+    repeat: bool,
+) -> Iterator[bytes]:
+    state: Any = None
+    last = torch.empty(0)
+    for piece in pieces:
+        tokens = torch.frombuffer(bytearray(piece), dtype=torch.uint8).long()[None].to(device)
+        logits, state = model(tokens, state=state, return_state=True)
+        last = logits[:, -1]
+        if repeat:
+            yield piece
+    for drawn in range(length):
+        token = pick(last, *options)
+        yield bytes([int(token)])
+        if drawn < length - 1:
+            last, state = model.decode(token, state)
+
+
+def _decode(parts: Iterable[bytes]) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    for token in tokens:
-        yield decoder.decode(bytes([int(token)]))
+    for part in parts:
+        yield decoder.decode(part)
     yield decoder.decode(b"", final=True)
 
 
-def sample(run: Path, prompt: str = "The ", length: int = 500, **options: object) -> None:
+def sample(
+    run: Path,
+    prompt: str | bytes | Iterable[bytes] = "The ",
+    length: int = 500,
+    **options: Any,
+) -> None:
     """Print the prompt and its continuation while it is being drawn. Options: `stream_text`."""
-    pieces = stream_text(run, prompt, length, **options)  # type: ignore[arg-type]
-    first = next(pieces, "")  # Wrong options are found here: before anything is printed.
-    for piece in itertools.chain([prompt, first], pieces):
-        sys.stdout.write(piece)
+    # Wrong options are found here: before anything is printed.
+    for piece in stream_text(run, prompt, length, repeat=True, **options):
+        # A terminal that is not UTF-8 gets question marks, not an error in the middle.
+        encoding = sys.stdout.encoding or "utf-8"
+        sys.stdout.write(piece.encode(encoding, "replace").decode(encoding))
         sys.stdout.flush()
     sys.stdout.write("\n")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +14,22 @@ from linear_rope.model import Config, LanguageModel
 
 from .batches import WindowSampler, evaluation_windows
 from .masked import MaskedModel, masked_batch, masked_evaluation
+from .methods import PERFORMER
 from .objectives import Objective
+from .performer import PerformerConfig, PerformerModel
 
-__all__ = ["Batch", "Model", "evaluation_batches", "make_model", "training_batch"]
+__all__ = [
+    "Batch",
+    "Model",
+    "ModelConfig",
+    "evaluation_batches",
+    "make_config",
+    "make_model",
+    "training_batch",
+]
 
-Model = LanguageModel | MaskedModel
+Model = LanguageModel | MaskedModel | PerformerModel
+ModelConfig = Config | PerformerConfig
 
 
 @dataclass(frozen=True)
@@ -35,8 +47,22 @@ class Batch:
         return self.x[mine], self.y[mine]
 
 
-def make_model(config: Config, objective: Objective) -> Model:
+def make_config(fields: Mapping[str, Any]) -> ModelConfig:
+    """The config of these fields: `enwik8.presets.model_fields`, or the record of a run.
+
+    Raises:
+        ValueError: unknown fields, or values that do not fit.
+    """
+    kind = PerformerConfig if fields.get("attention") == PERFORMER else Config
+    return kind.from_dict(dict(fields))
+
+
+def make_model(config: ModelConfig, objective: Objective) -> Model:
     """The model that the objective trains, at the sizes and with the choices of ``config``."""
+    if isinstance(config, PerformerConfig):
+        if not objective.causal:
+            raise ValueError(f"attention={PERFORMER!r} has a causal model only")
+        return PerformerModel(config)
     return LanguageModel(config) if objective.causal else MaskedModel(config)
 
 

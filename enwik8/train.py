@@ -14,7 +14,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import linear_rope
-from linear_rope.model import Config
 
 from . import checkpoint, run_folder
 from .batches import BatchHash, WindowSampler, bits_per_byte
 from .corpus import Corpus, load_corpus
+from .distributed import ends_with_others, load_whole, make_accelerator, together, whole
 from .errors import UserError
 from .evaluate import split_bits_per_byte
 from .interrupt import Interrupt, Interrupted, Lock
@@ -41,7 +41,8 @@ from .optimizer import learning_rate, make_optimizer
 from .presets import Settings, model_fields
 from .progress import ProgressBar
 from .record import make_record
-from .tasks import make_model, training_batch
+from .tasks import make_config, make_model, training_batch
+from .tensorboard import TensorBoard, check_installed, continuation
 
 __all__ = [
     "RunResult",
@@ -117,12 +118,12 @@ class _Run:
     def __init__(self, settings: Settings, arm: str, corpus: Corpus, command: str) -> None:
         self.settings = settings
         self.objective = objective_named(settings.objective)
-        self.accelerator = Accelerator(cpu=settings.cpu, mixed_precision=settings.precision)
+        self.accelerator = make_accelerator(settings.cpu, settings.precision)
         self.device = self.accelerator.device
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         self.corpus = corpus
         self.sampler = make_sampler(settings, corpus, rank=rank, world=world)
-        config = Config(**model_fields(settings, find(arm)))  # type: ignore[arg-type]
+        config = make_config(model_fields(settings, find(arm)))
         self.module = make_model(config, self.objective)
         # Each parameter by its own generator, (seed, name): the same in all arms that share it.
         self.module.initialize(settings.seeds["init"], settings.seeds["features"])
@@ -136,19 +137,18 @@ class _Run:
             device=self.device.type,
             command=command,
         )
-        self.model, self.optimizer = self.accelerator.prepare(
-            self.module, make_optimizer(self.module, settings)
-        )
+        optimizer = make_optimizer(self.module, settings)
+        self.model, self.optimizer = together(self.accelerator, self.module, optimizer)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.hash = BatchHash(corpus.sha256)
 
     def state(self) -> dict[str, Any]:
-        """The content of a checkpoint."""
+        """The content of a checkpoint; with FSDP all processes must ask for it."""
         scaler = self.accelerator.scaler
         return {
             "config": self.record,
-            "model": self.accelerator.unwrap_model(self.model).state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": whole(self.accelerator.unwrap_model(self.model).state_dict()),
+            "optimizer": whole(self.optimizer.state_dict()),
             "scaler": scaler.state_dict() if scaler is not None else {},
             "step": self.step,
             "tokens": self.tokens,
@@ -161,8 +161,8 @@ class _Run:
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to the checkpoint; its record is kept, as that of the run's beginning."""
         self.record = state["config"]
-        self.accelerator.unwrap_model(self.model).load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        module = self.accelerator.unwrap_model(self.model)
+        load_whole(module, self.optimizer, state["model"], state["optimizer"])
         if self.accelerator.scaler is not None and state["scaler"]:
             self.accelerator.scaler.load_state_dict(state["scaler"])
         self.step, self.tokens = state["step"], state["tokens"]
@@ -210,12 +210,23 @@ class _Run:
         scaled = self.accelerator.scaler is not None
         return math.isfinite(loss) and (scaled or math.isfinite(gradient_norm))
 
-    def agree(self, interrupt: Interrupt) -> bool:
-        """Whether to stop; the same answer in all processes, or they would wait for each other."""
-        if self.accelerator.num_processes == 1:
+    def agree(self, interrupt: Interrupt | bool) -> bool:
+        """Whether to stop; the same answer in all processes, or they would wait for each other.
+
+        Raises:
+            UserError: they are not at the same step.
+        """
+        world = self.accelerator.num_processes
+        if world == 1:
             return bool(interrupt)
-        flag = torch.tensor(float(bool(interrupt)), device=self.device)
-        return bool(self.accelerator.reduce(flag, "sum") > 0)
+        mine = torch.tensor([int(bool(interrupt)), self.step, -self.step], device=self.device)
+        flags, last, first = self.accelerator.gather(mine).view(world, 3).amax(0).tolist()
+        if last != -first:
+            raise UserError(
+                f"the processes of this run are at the steps {-first} to {last}: not all of them "
+                "see its checkpoint; keep the folder where every machine can read it"
+            )
+        return bool(flags)
 
     def validate(self, interrupt: Interrupt, report: Callable[[float], None]) -> str:
         """Validation loss in the objective's unit as a field of the log; empty if interrupted.
@@ -257,21 +268,28 @@ def train(
     """
     find(arm)
     settings.check()
+    if settings.tensorboard:
+        check_installed()
     run_folder.check_new(out, resume=resume, overwrite=overwrite)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     if corpus is None:
         corpus = load_corpus(settings.corpus, data_dir=settings.data_dir)
-    with Interrupt() as interrupt:
+    with Interrupt() as interrupt, ends_with_others():
         run = _Run(settings, arm, corpus, command)
         main = run.accelerator.is_main_process  # Only the main process writes.
         if main:
             run_folder.make_writable(out)
         with Lock(out) if main else nullcontext():
             _begin_or_resume(run, out, resume=resume, overwrite=overwrite)
-            path = out / "metrics.csv"
-            with MetricsLog(path, run.step, run.objective) if main else nullcontext() as log:
-                _loop(run, out, log, interrupt)
+            with ExitStack() as files:
+                log, board = None, None
+                if main:
+                    path = out / "metrics.csv"
+                    log = files.enter_context(MetricsLog(path, run.step, run.objective))
+                if main and settings.tensorboard:
+                    board = files.enter_context(TensorBoard(out, run.step, run.objective))
+                _loop(run, out, log, board, interrupt)
     return RunResult(out, run.step, run.hash.digest, run.record)
 
 
@@ -286,8 +304,9 @@ def _begin_or_resume(run: _Run, out: Path, *, resume: bool, overwrite: bool) -> 
             run_folder.clear(out)
     run.accelerator.wait_for_everyone()
     there, state = None, None
-    if resume and (out / checkpoint.NAME).exists():
-        state = checkpoint.load(out / checkpoint.NAME)
+    path = checkpoint.latest(out)
+    if resume and path is not None:
+        state = checkpoint.load(path)
         there = state["config"]
     elif resume:  # Stopped before the first checkpoint, if it had begun at all.
         there = run_folder.read_config(out)
@@ -302,14 +321,20 @@ def _begin_or_resume(run: _Run, out: Path, *, resume: bool, overwrite: bool) -> 
             run.restore(state)
         except (RuntimeError, KeyError, TypeError, ValueError) as error:
             raise UserError(
-                f"{out / checkpoint.NAME} does not hold what a run needs ({error}); it was left "
+                f"{path} does not hold what a run needs ({error}); it was left "
                 "untouched (--overwrite starts again)"
             ) from error
     if main:
         checkpoint.replace_file(out / "config.json", json.dumps(run.record, indent=2) + "\n")
 
 
-def _loop(run: _Run, out: Path, log: MetricsLog | None, interrupt: Interrupt) -> None:
+def _loop(
+    run: _Run,
+    out: Path,
+    log: MetricsLog | None,
+    board: TensorBoard | None,
+    interrupt: Interrupt,
+) -> None:
     """Train to the last step, logging, evaluating and saving on the way."""
     settings, objective, saved = run.settings, run.objective, run.step
     validation = objective.validation_column
@@ -324,9 +349,17 @@ def _loop(run: _Run, out: Path, log: MetricsLog | None, interrupt: Interrupt) ->
 
     def save() -> None:
         nonlocal saved
-        if log is not None and run.step > saved:
+        if run.step == saved:
+            return
+        state = run.state()  # all processes ask for it: each may hold a part
+        if log is not None:
             log.sync()
-            checkpoint.save(out / checkpoint.NAME, run.state())
+            if board is not None:
+                board.flush()
+            keep = settings.keep_checkpoints
+            checkpoint.save(out / checkpoint.NAME, state, keep=keep, previous=saved)
+        # A launcher ends the others where one ends: not while this is being written.
+        run.accelerator.wait_for_everyone()
         saved = run.step
 
     bar = ProgressBar(
@@ -341,8 +374,12 @@ def _loop(run: _Run, out: Path, log: MetricsLog | None, interrupt: Interrupt) ->
     with bar:
         # An evaluation that a signal had cut off comes first, so that the log has no hole.
         pending = log is not None and log.last is not None and not log.last[validation]
-        if log is not None and pending and evaluation_due(run.step):
-            log.amend_last(validation, validate())
+        if run.agree(pending) and evaluation_due(run.step):
+            value = validate()
+            if log is not None:
+                log.amend_last(validation, value)
+            if board is not None:
+                board.validated(value, run.step)
         while run.step < settings.steps and not run.agree(interrupt):
             row = run.train_step()
             loss, norm = float(row[objective.train_column]), float(row["gradient_norm"])
@@ -351,6 +388,11 @@ def _loop(run: _Run, out: Path, log: MetricsLog | None, interrupt: Interrupt) ->
                 row[validation] = validate()
             if log is not None:
                 log.append(row)
+            if board is not None:
+                board.trained(row)
+                # One process has the whole model for sure, and keeps no other one waiting.
+                if row[validation] and run.accelerator.num_processes == 1:
+                    board.sampled(continuation(run.module, run.corpus.valid, run.device), run.step)
             if not healthy:
                 what = "loss" if not math.isfinite(loss) else "gradient"
                 kept = f"the checkpoint of step {saved} is kept" if saved else "no checkpoint yet"

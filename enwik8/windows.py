@@ -88,7 +88,8 @@ def evaluate_windows(
     model, training = trained.model, trained.config["training"]
     if not isinstance(model, LanguageModel):
         return [
-            {"factor": f, "reason": "a masked model reads no window in pieces"} for f in factors
+            {"factor": f, "reason": "this model keeps no state to read a window in pieces by"}
+            for f in factors
         ]
     corpus = load_corpus(training["corpus"], data_dir=training["data_dir"])
     if corpus.sha256 != trained.config["corpus"]["sha256"]:

@@ -23,6 +23,7 @@ from linear_rope.feature_maps import (
 from linear_rope.functional import linear_attention
 from linear_rope.losses import linear_cross_entropy
 from linear_rope.model import Block, Config, Encoder, LanguageModel
+from linear_rope.permute import Permute
 from linear_rope.rotary import Rotary, rotate
 from linear_rope.rotary_variants import AxialRotary, LearnedRotary, grid_positions, make_rotary
 from linear_rope.scaling import SCALINGS, make_scaling
@@ -48,6 +49,7 @@ __all__ = [
     "LanguageModel",
     "LearnedRotary",
     "ModelState",
+    "Permute",
     "Rotary",
     "RotaryLinearAttention",
     "SoftmaxAttention",

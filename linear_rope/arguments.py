@@ -38,6 +38,18 @@ def check_choices(**choices: tuple[Any, Iterable[str]]) -> None:
             raise ValueError(f"{name}={value!r} is unknown; choose one of: {', '.join(known)}")
 
 
+def check_flags(**flags: Any) -> None:
+    """Refuse what is neither True nor False, by name."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be True or False")
+
+
+def is_count(value: Any) -> bool:
+    """Whether it is an integer of at least 0; True and False are not, though Python counts them."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def check_tensors(**given: Any) -> None:
     """Refuses what is no tensor: NAME=value."""
     for name, x in given.items():

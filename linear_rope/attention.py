@@ -16,6 +16,7 @@ from linear_rope.arguments import (
     check_choices,
     check_cosformer,
     check_expansion,
+    check_flags,
 )
 from linear_rope.attention_base import AttentionBase
 from linear_rope.causal import BACKENDS
@@ -51,9 +52,9 @@ class RotaryLinearAttention(AttentionBase):
         rotary_base, rotary_fraction, pairing: see `Rotary`.
         rotary_scaling: a rule for longer sequences or another rotation, by name with its options
             ("yarn:factor=4,original_length=2048", "xpos", "axial", "learned",
-            "cosformer:max_length=512"), see `make_rotary`; or "selective" ("selective:gate=head"),
-            angles that each token adds to, whatever its position (causal only), see
-            `make_selective`.
+            "cosformer:max_length=512", "permute"), see `make_rotary`; or "selective"
+            ("selective:gate=head"), angles that each token adds to, whatever its position (causal
+            only), see `make_selective`.
         denominator, output_norm, backend, chunk_size: see `linear_attention`.
         decay: "none"; "fixed", a constant a head; or "learned", log_decay = logsigmoid(w x + b) a
             key head and token, heads starting at time-scales of 4 to 4096 tokens ("learned:bias=3":
@@ -124,6 +125,7 @@ class RotaryLinearAttention(AttentionBase):
             denominator=(denominator, DENOMINATORS),
             backend=(backend, ("auto", *BACKENDS)),
         )
+        check_flags(output_norm=output_norm)
         self.rotate, self.denominator, self.output_norm = rotate, denominator, output_norm
         if local_heads:
             turn = None

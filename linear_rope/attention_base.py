@@ -8,11 +8,11 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from linear_rope.arguments import check_key_mask, check_tensors
+from linear_rope.arguments import check_flags, check_key_mask, check_tensors, is_count
 from linear_rope.local_attention import LocalHeads
 from linear_rope.mixing import OutputGate, ShortConvolution, TokenShift
 from linear_rope.rotary import can_read, resolve_positions
-from linear_rope.rotary_variants import make_rotary
+from linear_rope.rotary_variants import make_rotary, parse
 from linear_rope.segments import resolve_segments
 from linear_rope.selective import (
     GivenRotation,
@@ -56,6 +56,13 @@ class AttentionBase(nn.Module):
         bias: bool,
     ) -> None:
         super().__init__()
+        check_flags(
+            qk_norm=qk_norm,
+            token_shift=token_shift,
+            output_gate=output_gate,
+            causal=causal,
+            bias=bias,
+        )
         if dim < 1 or heads < 1:
             raise ValueError(f"dim={dim} and heads={heads} must both be at least 1")
         if head_dim is None:
@@ -87,7 +94,7 @@ class AttentionBase(nn.Module):
         if qk_norm:
             self.query_norm = nn.RMSNorm(head_dim, eps=1e-6)
             self.key_norm = nn.RMSNorm(head_dim, eps=1e-6)
-        if not isinstance(short_conv, int) or short_conv < 0:
+        if not is_count(short_conv):
             raise ValueError(
                 f"short_conv={short_conv!r} must be 0 (none) or the tokens that the convolution "
                 "sees, such as 4"
@@ -255,10 +262,15 @@ class AttentionBase(nn.Module):
         self, width: int, base: float, fraction: float, pairing: str, scaling: Any
     ) -> Any:
         """`make_rotary`, or a rotation that reads the layer's input."""
+        heads = self._far_heads()[1]
+        if isinstance(scaling, str) and parse(scaling)[0] == "permute":
+            # A permutation for each key head; without an order nothing fades (as in the paper).
+            own = {"heads": heads} if self.causal else {"heads": heads, "ratio": 1}
+            options = {**own, **parse(scaling)[1]}
+            scaling = "permute:" + ",".join(f"{name}={value}" for name, value in options.items())
         if not is_selective(scaling):
             return make_rotary(width, base, fraction, pairing, scaling)
         self._check_order(rotary_scaling=scaling)
-        heads = self._far_heads()[1]
         return make_selective(scaling, self.dim, heads, width, base, fraction, pairing)
 
     def _far_heads(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linear_rope.attention import RotaryLinearAttention, SoftmaxAttention
-from linear_rope.config import Config
+from linear_rope.config import ROTATING, Config
 
 __all__ = ["Block", "feed_forward", "make_norm"]
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
     def __init__(self, config: Config, *, causal: bool = True) -> None:
         super().__init__()
         c = config
-        rotate = c.rotate if c.position in ("rotary", "cosformer") else "none"
+        rotate = c.rotate if c.position in ROTATING else "none"
         shared: dict[str, Any] = {
             "rotate": rotate,
             "rotary_base": c.rotary_base,
@@ -52,7 +52,7 @@ class Block(nn.Module):
         }
         self.attention: nn.Module
         if c.attention == "softmax":
-            self.attention = SoftmaxAttention(c.dim, c.heads, **shared)
+            self.attention = SoftmaxAttention(c.dim, c.heads, alibi=c.position == "alibi", **shared)
         else:
             self.attention = RotaryLinearAttention(
                 c.dim,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from linear_rope.arguments import DENOMINATORS, ROTATE, check_choices
+from linear_rope.arguments import DENOMINATORS, ROTATE, check_choices, check_flags, is_count
 from linear_rope.causal import BACKENDS
 from linear_rope.decays import make_decay
 from linear_rope.feature_maps import FEATURE_MAPS
@@ -17,7 +17,9 @@ __all__ = ["ATTENTION", "BLOCKS", "POSITIONS", "Config"]
 
 ATTENTION = ("linear", "softmax")
 BLOCKS = ("gpt", "llama")
-POSITIONS = ("none", "sinusoidal", "learned", "rotary", "cosformer")
+# Positions inside attention that queries and keys are rotated, or permuted, by.
+ROTATING = ("rotary", "cosformer", "permute")
+POSITIONS = ("none", "sinusoidal", "learned", *ROTATING, "alibi")
 EXPANDED = tuple(name for name in FEATURE_MAPS if name.endswith("-expand"))
 
 
@@ -34,8 +36,9 @@ class Config:
             `RotaryLinearAttention`; rotary_scaling is a text or None here, so that a config can be
             saved.
         position: "rotary" (inside attention, as `rotate` says), "cosformer" (the same, for the
-            re-weighting of `CosFormer`: an expanded feature map, denominator="rotated"),
-            "sinusoidal" or "learned" (added to the embeddings), or "none".
+            re-weighting of `CosFormer`: an expanded feature map, denominator="rotated"), "permute"
+            (features that change places, see `Permute`), "alibi" (a bias by distance,
+            attention="softmax"), "sinusoidal" or "learned" (added to the embeddings), or "none".
         max_length: rows of the table of position="learned", or L of "cosformer"; nothing else has
             a longest length.
         block: "gpt" (LayerNorm; feed-forward layer of two matrices with GELU) or "llama" (RMSNorm;
@@ -85,12 +88,20 @@ class Config:
             value = getattr(self, name)
             if name == "max_length" and value is None:
                 continue
-            if not isinstance(value, int) or value < 1:
+            if not is_count(value) or value < 1:
                 raise ValueError(f"{name}={value!r} must be an integer of at least 1")
         for name in ("short_conv", "local_heads"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 0:
+            if not is_count(value):
                 raise ValueError(f"{name}={value!r} must be an integer of at least 0 (0: none)")
+        check_flags(
+            output_norm=self.output_norm,
+            qk_norm=self.qk_norm,
+            token_shift=self.token_shift,
+            output_gate=self.output_gate,
+            bias=self.bias,
+            tie_embeddings=self.tie_embeddings,
+        )
         check_choices(
             attention=(self.attention, ATTENTION),
             feature_map=(self.feature_map, FEATURE_MAPS),
@@ -142,6 +153,14 @@ class Config:
             if is_selective(self.rotary_scaling):
                 base, fraction = self.rotary_base, self.rotary_fraction
                 make_selective(self.rotary_scaling, 4, 1, 4, base, fraction, self.pairing)
+                kv_heads = self.kv_heads or self.heads
+                far = kv_heads - self.local_heads * kv_heads // self.heads
+                if self.attention == "linear" and far > 0 and self.dim % far:
+                    raise ValueError(
+                        f"rotary_scaling={self.rotary_scaling!r} cuts dim={self.dim} into a slice "
+                        f"for each key head that is not local, and {far} of them do not divide it; "
+                        "choose another local_heads, heads or dim"
+                    )
             else:
                 make_rotary(4, self.rotary_base, scaling=self.rotary_scaling)
         if self.position == "learned" and self.max_length is None:
@@ -150,6 +169,21 @@ class Config:
             )
         if self.position == "cosformer":
             self._check_cosformer()
+        if self.position == "permute":
+            self._check_linear("its features change places")
+            make_rotary(4, self.rotary_base, self.rotary_fraction, self.pairing, self.rotation)
+        if self.position == "alibi" and self.attention != "softmax":
+            raise ValueError(
+                f"position='alibi' is a bias inside a softmax: use attention='softmax', got "
+                f"{self.attention!r}; linear attention has decay='fixed'"
+            )
+
+    def _check_linear(self, why: str) -> None:
+        if self.attention != "linear" or self.rotate != "after":
+            raise ValueError(
+                f"position={self.position!r} needs attention='linear' and rotate='after', got "
+                f"{self.attention!r} and {self.rotate!r}: {why}"
+            )
 
     def _check_cosformer(self) -> None:
         if self.max_length is None:
@@ -184,6 +218,8 @@ class Config:
         """What the attention layers take as `rotary_scaling`."""
         if self.position == "cosformer":
             return f"cosformer:max_length={self.max_length}"
+        if self.position == "permute":
+            return "permute"
         return self.rotary_scaling
 
     @classmethod

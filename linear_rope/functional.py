@@ -41,6 +41,7 @@ from linear_rope.cosformer import CosFormer
 from linear_rope.decoding import decode_step, is_plain_step
 from linear_rope.documents import product_by_document
 from linear_rope.feature_maps import EluPlusOne, FeatureMap, Relu, make_feature_map
+from linear_rope.permute import Permute, ratio_product
 from linear_rope.rotary import (
     Rotary,
     Rotation,
@@ -207,7 +208,8 @@ def linear_attention(
             q, k = rotary(q.to(dtype), at_q), rotary(k.to(dtype), at_k)
             rotary, v = None, v.to(dtype)
         after = None
-        if return_state or isinstance(rotary, XPos):
+        fades = isinstance(rotary, XPos | Permute) and rotary.log_fade is not None
+        if return_state or fades:
             given = positions if one_clock else key_positions
             after = next_position(
                 at_k,
@@ -234,11 +236,18 @@ def linear_attention(
         else:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
             form: Callable[..., tuple[Tensor, Tensor]] = causal_product if causal else _full_product
-            if isinstance(rotary, XPos) and after is not None:
+            if isinstance(rotary, XPos | Permute) and fades and after is not None:
                 clock = fade_clock(
-                    at_k, batch=batch, start=start, after=after, key_mask=key_mask, fresh=fresh
+                    at_k,
+                    batch=batch,
+                    start=start,
+                    after=after,
+                    key_mask=key_mask,
+                    fresh=fresh,
+                    title=rotary.title,
                 )
-                form = partial(fading_product, rotary, clock)
+                fading = fading_product if isinstance(rotary, XPos) else ratio_product
+                form = partial(fading, rotary, clock)  # type: ignore[arg-type]
             out, S, z, top = _composed(phi, q, k, v, rotary, at_q, at_k, form, causal, **shared)
         if output_norm:
             out = F.rms_norm(out, out.shape[-1:], eps=1e-6)

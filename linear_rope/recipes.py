@@ -14,16 +14,18 @@ from linear_rope.model import LanguageModel
 
 __all__ = ["BEST", "best", "count_parameters", "fit_parameters"]
 
-# RoPE after elu(x) + 1 with eq. 19's denominator, heads that forget at learned rates, an output
-# gate, LLaMA's block. A ratio of 3.5 gives back the dim^2 weights of the gate: as many parameters
-# as without it.
+# RoPE after elu(x) + 1, heads that forget at learned rates, an output norm, an output gate, LLaMA's
+# block. The norm takes any positive factor of a head's output out again, so that with it the
+# denominator of eq. 19 would change nothing but its cost. A ratio of 3.5 gives back the dim^2
+# weights of the gate: as many parameters as without it.
 BEST: Mapping[str, object] = MappingProxyType(
     {
         "attention": "linear",
         "feature_map": "elu+1",
         "position": "rotary",
         "rotate": "after",
-        "denominator": "unrotated",
+        "denominator": "none",
+        "output_norm": True,
         "decay": "learned",
         "output_gate": True,
         "block": "llama",

@@ -29,7 +29,8 @@ class Rotation(Protocol):
     """What `linear_attention` takes as `rotary`: a width, and a call on heads and positions.
 
     The rest is optional, and absent means no: `axes`, the number of integers that make a position
-    (1); `by_length`, whether angles depend on the length of the call; `log_fade`, see `XPos`.
+    (1); `by_length`, whether angles depend on the length of the call; `log_fade`, what fades with
+    the distance, with `title`, its name in errors (see `XPos` and `Permute`).
     """
 
     @property
@@ -213,12 +214,13 @@ def check_rotation(
     if getattr(rotation, "log_fade", None) is not None:
         if not causal:
             raise ValueError(
-                "xPos needs causal=True: keys ahead of a query would grow with their distance"
+                f"{rotation.title} needs causal=True: keys ahead of a query would grow with their "
+                "distance"
             )
         if rotate != "after":
             raise ValueError(
-                f'xPos needs rotate="after", got {rotate!r}: its decay does not pass through a '
-                "feature map"
+                f'{rotation.title} needs rotate="after", got {rotate!r}: its decay does not pass '
+                "through a feature map"
             )
 
 

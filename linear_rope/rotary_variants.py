@@ -1,7 +1,7 @@
 """Rotations beside `Rotary`, and `make_rotary`, which makes any of them from a short text.
 
 `AxialRotary` turns by row and column of an image, `LearnedRotary` learns its frequencies; `XPos`,
-which also fades, and `CosFormer` have pages of their own.
+which also fades, `CosFormer` and `Permute` have pages of their own.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from linear_rope.cosformer import CosFormer
+from linear_rope.permute import Permute
 from linear_rope.rotary import Rotary, cos_and_sin, turn
 from linear_rope.scaling import SCALINGS, Scaling, build
 from linear_rope.xpos import XPos
@@ -143,7 +144,7 @@ def make_rotary(
     fraction: float = 1.0,
     pairing: str = "interleaved",
     scaling: str | Scaling | None = None,
-) -> Rotary | LearnedRotary | CosFormer:
+) -> Rotary | LearnedRotary | CosFormer | Permute:
     """A rotation from what a configuration can hold.
 
     Args:
@@ -151,8 +152,8 @@ def make_rotary(
         scaling: None; a rule of `linear_rope.scaling`; or a text, NAME or NAME:OPTION=VALUE,...:
             a name in `SCALINGS` with its options ("yarn:factor=4,original_length=2048"), or another
             rotation: "xpos" (options gamma, scale_base), "axial" (positions are pairs), "learned",
-            "cosformer" (option max_length; it turns all features alike and takes no base,
-            fraction or pairing).
+            "cosformer" (option max_length) and "permute" (options seed, ratio, heads; 1 head unless
+            a layer says how many), which take no base, fraction or pairing.
 
     Raises:
         ValueError: an unknown name or option (the known ones are listed), or a value that does not
@@ -170,13 +171,20 @@ def make_rotary(
     def xpos(gamma: float = 0.4, scale_base: float = 512.0) -> XPos:
         return XPos(**shape, gamma=gamma, scale_base=scale_base)
 
-    def cosformer(max_length: int) -> CosFormer:
+    def unshaped(why: str) -> None:
         if (base, fraction, pairing) != (10000.0, 1.0, "interleaved"):
             raise ValueError(
-                "cosformer turns all pairs by one angle: leave rotary_base, rotary_fraction and "
-                f"pairing as they are, got {base}, {fraction} and {pairing!r}"
+                f"{why}: leave rotary_base, rotary_fraction and pairing as they are, got {base}, "
+                f"{fraction} and {pairing!r}"
             )
+
+    def cosformer(max_length: int) -> CosFormer:
+        unshaped("cosformer turns all pairs by one angle")
         return CosFormer(width, max_length)
+
+    def permute(heads: int = 1, seed: int = 0, ratio: float | None = None) -> Permute:
+        unshaped("a permutation has no angles")
+        return Permute(width, heads, seed, ratio)
 
     known: dict[str, Callable[..., Any]] = {
         **SCALINGS,
@@ -184,8 +192,14 @@ def make_rotary(
         "axial": lambda: AxialRotary(**shape),
         "learned": lambda: LearnedRotary(**shape),
         "cosformer": cosformer,
+        "permute": permute,
     }
     name, options = parse(scaling)
+    if name == "selective":
+        raise ValueError(
+            f"rotary_scaling={scaling!r} reads a layer's input: give it to a layer or a Config, or "
+            "make it with linear_rope.selective.make_selective"
+        )
     made = build("rotary_scaling", name, known, options)
     return Rotary(**shape, scaling=made) if isinstance(made, Scaling) else made
 

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linear_rope.arguments import ROTATE, check_choices
+from linear_rope.arguments import ROTATE, check_choices, check_flags
 from linear_rope.attention_base import AttentionBase
 from linear_rope.cosformer import CosFormer
+from linear_rope.permute import Permute
 from linear_rope.rotary import check_rotation, next_position, resolve_positions
 from linear_rope.scaling import Scaling
 from linear_rope.states import KeyValueCache
@@ -24,11 +25,14 @@ class SoftmaxAttention(AttentionBase):
 
         out_m = sum_n softmax_n( (R_m q_m) . (R_n k_n) / sqrt(D) ) v_n        (RoFormer, eq. 16)
 
-    computed by `torch.nn.functional.scaled_dot_product_attention`.
+    computed by `torch.nn.functional.scaled_dot_product_attention`. With ALiBi, instead of rotation,
+    s_h |m - n| is taken from the score, s_h = 2^(-8h/H) for h = 1 ... H (arXiv 2108.12409, section
+    3): the bias is a tensor of heads x time x keys.
 
     Args:
         rotate: "before" (queries and keys are rotated before the softmax kernel; "after" means the
             same here, so that one configuration serves both layers), or "none".
+        alibi: a bias by distance; needs rotate="none".
         others: as in `RotaryLinearAttention`; a selective rotation turns queries and keys as a
             fixed one does, before the kernel.
     """
@@ -45,6 +49,7 @@ class SoftmaxAttention(AttentionBase):
         value_dim: int | None = None,
         qk_norm: bool = False,
         rotate: str = "before",
+        alibi: bool = False,
         rotary_base: float = 10000.0,
         rotary_fraction: float = 1.0,
         pairing: str = "interleaved",
@@ -72,7 +77,12 @@ class SoftmaxAttention(AttentionBase):
             bias=bias,
         )
         check_choices(rotate=(rotate, ROTATE))
-        self.output_norm = output_norm
+        if alibi and rotate != "none":
+            raise ValueError(
+                f"alibi=True takes the place of a rotation: use rotate='none', got {rotate!r}"
+            )
+        check_flags(output_norm=output_norm, alibi=alibi)
+        self.output_norm, self.alibi = output_norm, alibi
         self.rotary = None
         if rotate != "none":
             self.rotary = self._make_rotary(
@@ -83,12 +93,13 @@ class SoftmaxAttention(AttentionBase):
                     "rotary_scaling='xpos' needs linear attention: a cache of rotated keys does "
                     "not fade"
                 )
-            if isinstance(self.rotary, CosFormer):
+            if isinstance(self.rotary, CosFormer | Permute):
+                name = type(self.rotary).__name__.lower()
                 raise ValueError(
-                    "rotary_scaling='cosformer' needs linear attention: its weights are products "
+                    f"rotary_scaling={name!r} needs linear attention: its weights are products "
                     "of features"
                 )
-        self._sign(self.rotary)
+        self._sign(self.rotary, *(("alibi",) if alibi else ()))
 
     def _attend(
         self,
@@ -137,12 +148,17 @@ class SoftmaxAttention(AttentionBase):
             if documents is not None:  # the past belongs to the first document
                 of_key = torch.cat([documents[:, :1].expand(-1, past), documents], dim=1)
                 allowed = allowed & (documents[:, None, :, None] == of_key[:, None, None, :])
+        mask, at = allowed, at_k
+        if self.alibi:
+            at = at_k.expand(real.shape)
+            at = at if state is None else torch.cat([state.at, at], dim=1)
+            mask = self._bias(at_q, at, allowed, q.dtype)
         heads = F.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=allowed,
-            is_causal=self.causal and plain,
+            attn_mask=mask,
+            is_causal=self.causal and mask is None,
             enable_gqa=self.kv_heads != self.heads,
         )
         if self.output_norm:
@@ -159,4 +175,20 @@ class SoftmaxAttention(AttentionBase):
             documents=documents,
             given=given,
         )
-        return heads, KeyValueCache(k, v, seen, after, self._mark(x.shape[0], x.device))
+        cache = KeyValueCache(k, v, seen, after, self._mark(x.shape[0], x.device))
+        return heads, cache._replace(at=at) if self.alibi else cache
+
+    def _bias(
+        self, at_q: Tensor, at_k: Tensor, allowed: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
+        """-s_h |m - n|, and -inf at keys that are not allowed: (batch or 1, head, time, keys)."""
+        slopes = [2.0 ** (-8 * (h + 1) / self.heads) for h in range(self.heads)]
+        # Distances are integers, however far positions are from 0.
+        apart = (at_q[..., :, None] - at_k[..., None, :]).abs().unsqueeze(-3)
+        if allowed is None and self.causal:  # no past and no pads: the rows have their order
+            allowed = torch.ones(apart.shape[-2:], dtype=torch.bool, device=apart.device).tril()
+        scores = torch.promote_types(dtype, torch.float32)
+        bias = apart * -torch.tensor(slopes, dtype=scores, device=apart.device)[:, None, None]
+        if allowed is not None:
+            bias = bias.masked_fill(~allowed, -torch.inf)
+        return bias.to(dtype)

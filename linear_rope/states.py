@@ -60,6 +60,7 @@ class KeyValueCache(NamedTuple):
     mask: Tensor  # (batch, past) bool, True at keys that a next token may see
     position: Tensor  # (batch,) int64: the position of each row's next token
     made_by: Tensor = UNMARKED  # (batch,) int64: its layer's `signature`; 0 (0-d): from a function
+    at: Tensor = UNMARKED  # (batch, past) int64: the keys' positions, for a bias; 0 (0-d): none
 
     def detach(self) -> KeyValueCache:
         return KeyValueCache(*(x.detach() for x in self))

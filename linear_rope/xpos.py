@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,8 @@ class XPos(Rotary):
     gamma: float = 0.4
     scale_base: float = 512.0
 
+    title: ClassVar[str] = "xPos"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("gamma", "scale_base"):
@@ -81,6 +83,7 @@ def fade_clock(
     after: Tensor,
     key_mask: Tensor | None,
     fresh: Tensor | None,
+    title: str = XPos.title,
 ) -> Tensor:
     """How far each row has come since its state, at each token and at its end: (batch, time + 1).
 
@@ -92,6 +95,7 @@ def fade_clock(
             given state (None: none) and the returned one stand.
         key_mask: (batch, time), True at real tokens; fresh: the same shape, True where a document
             begins.
+        title: what fades, for errors.
 
     Raises:
         ValueError: positions that go back within a document.
@@ -112,8 +116,8 @@ def fade_clock(
     steps = torch.where(counts, steps, 0)
     if can_read(steps) and steps.numel() and int(steps.min()) < 0:
         raise ValueError(
-            "positions must not descend under xPos (nor begin before the state's): keys would grow "
-            f"with their distance; found a step of {int(steps.min())}"
+            f"positions must not descend under {title} (nor begin before the state's): keys would "
+            f"grow with their distance; found a step of {int(steps.min())}"
         )
     return steps.clamp(min=0).cumsum(-1)
 

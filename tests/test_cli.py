@@ -99,7 +99,11 @@ def test_from_a_file_to_figures_text_and_a_number(
 
 
 @pytest.mark.parametrize(
-    "command", ["", "prepare", "train", "compare", "study", "plot", "sample", "evaluate", "arms"]
+    "command",
+    [
+        *("", "prepare", "train", "compare", "study", "plot", "sample", "evaluate"),
+        *("compress", "decompress", "arms"),
+    ],
 )
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -249,6 +253,9 @@ def test_compare_with_an_unknown_arm(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["evaluate", "/nowhere"], "/nowhere"),
         (["evaluate", "RUN", "--file", "/nowhere.txt"], "/nowhere.txt"),
         (["evaluate", "RUN", "--length", "0"], "length"),
+        (["compress", "RUN", "/nowhere.txt", "/tmp/new"], "/nowhere.txt"),
+        (["decompress", "RUN", "/nowhere.txt", "/tmp/new"], "/nowhere.txt"),
+        (["train", "--out", "new", "--keep-checkpoints", "0"], "--keep-checkpoints"),
         (["plot", "/nowhere"], "/nowhere"),
         (["prepare", "nonsense"], "nonsense"),
         (["train", "--out", "RUN"], "--resume"),

@@ -20,9 +20,10 @@ from enwik8.compare import check_fair, compare
 from enwik8.errors import UserError
 from enwik8.interrupt import Interrupted
 from enwik8.methods import METHODS, find
+from enwik8.objectives import CAUSAL
 from enwik8.presets import PRESETS, Settings, model_fields
+from enwik8.tasks import make_config, make_model
 from enwik8.train import RunResult
-from linear_rope.model import Config, LanguageModel
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_every_arm_builds_runs_and_shares_initial_values(tiny: Settings) -> None
     reference: dict[object, torch.Tensor] = {}
     tokens = torch.randint(256, (2, 16))
     for name, method in METHODS.items():
-        model = LanguageModel(Config(**model_fields(tiny, method)))  # type: ignore[arg-type]
+        model = make_model(make_config(model_fields(tiny, method)), CAUSAL)
         model.initialize(3)
         assert bool(model(tokens).isfinite().all()), name
         for parameter, value in model.named_parameters():
@@ -64,7 +65,7 @@ def test_every_arm_builds_runs_and_shares_initial_values(tiny: Settings) -> None
             start = method.overrides["decay"] if parameter.endswith("attention.gate.bias") else ""
             same = reference.setdefault((parameter, value.shape, start), value.detach())
             assert torch.equal(same, value), (name, parameter)
-    assert len(METHODS) == 3 * 5 * 2 + 4 + 15
+    assert len(METHODS) == 3 * 5 * 2 + 5 + 5 + 8 + 20
 
 
 def test_unknown_arm_lists_the_known_ones() -> None:
@@ -76,7 +77,7 @@ def test_arms_of_presets_exist() -> None:
     for preset in PRESETS.values():
         assert all(arm in METHODS for arm in preset.arms)
         for arm in preset.arms:
-            Config(**model_fields(preset.settings, find(arm)))  # type: ignore[arg-type]
+            make_config(model_fields(preset.settings, find(arm)))
 
 
 def test_comparison_end_to_end(

@@ -610,7 +610,7 @@ def test_a_copy_is_equal_and_independent(kind: str) -> None:
         ({"dim": 14}, r"width=7 must be an even number.*use 8"),
         ({"attention": "flash"}, r"attention='flash' is unknown; choose one of: linear, softmax"),
         ({"feature_map": "cos"}, r"feature_map='cos' is unknown.*elu\+1, relu, favor\+"),
-        ({"position": "alibi"}, r"position='alibi' is unknown.*none, sinusoidal, learned, rotary"),
+        ({"position": "nope"}, r"position='nope' is unknown.*none, sinusoidal, learned, rotary"),
         ({"position": "cosformer"}, r"position='cosformer' needs max_length"),
         ({**COSFORMER, "feature_map": "relu"}, r"or feature_map='relu-expand', got 'relu'"),
         ({**COSFORMER, "feature_map": "elu+1"}, r"use .*feature_map='elu\+1-expand'.*got 'elu\+1'"),

@@ -22,8 +22,17 @@ import linear_rope
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONAL = {
-    *("accelerate", "enwik8", "fla", "gensim", "matplotlib", "performer_pytorch", "pooch"),
-    *("tqdm", "transformers", "triton", "tyro"),
+    *(
+        "accelerate",
+        "constriction",
+        "enwik8",
+        "fla",
+        "gensim",
+        "matplotlib",
+        "performer_pytorch",
+        "pooch",
+    ),
+    *("tensorboard", "tqdm", "transformers", "triton", "tyro"),
 }
 
 

@@ -26,6 +26,7 @@ from linear_rope import (
     Config,
     Encoder,
     LanguageModel,
+    Permute,
     RotaryLinearAttention,
     XPos,
     checks,
@@ -205,6 +206,13 @@ def written_out(
     if isinstance(layer.rotary, XPos):
         apart = (at_q[:, None, :, None] - at_k[:, None, None, :]).clamp(min=0)
         left = left * (apart[..., None] * layer.rotary.log_fade()).exp()
+    if isinstance(layer.rotary, Permute) and layer.causal:
+        apart = (at_q[:, None, :, None] - at_k[:, None, None, :]).clamp(min=0)
+        ratios = torch.arange(layer.kv_heads, dtype=torch.float64) * 3 / layer.kv_heads + 2
+        left = (
+            left
+            * ratios.sigmoid().repeat_interleave(groups)[:, None, None, None] ** apart[..., None]
+        )
 
     def weights(a: Tensor, b: Tensor) -> Tensor:
         b = b.repeat_interleave(groups, 1)
@@ -360,6 +368,13 @@ ROWS: dict[str, Callable[[str], None]] = {
     **{name: Layer([{"rotary_scaling": text}]) for name, text in RULES.items()},
     "axial": Layer([{"rotary_scaling": "axial"}], ids=GRID),
     "cosformer": Layer([{"rotary_scaling": "cosformer:max_length=20", **EXPANDED}]),
+    "permute": Layer(
+        [
+            {"rotary_scaling": "permute", "denominator": "rotated"},
+            {"rotary_scaling": "permute:seed=1", "feature_map": "relu", "kv_heads": 2},
+        ],
+        mask=MASK,
+    ),
     **{name: Layer([{"feature_map": name}], mask=MASK) for name in FEATURE_MAPS},
     **{f"check_{name}": each(partial(run_check, name)) for name in checks.CHECKS},
 }

@@ -18,6 +18,7 @@ from linear_rope import Config, LanguageModel, RotaryLinearAttention, SoftmaxAtt
 from linear_rope.checks import check_all
 from linear_rope.decays import LearnedDecay
 from linear_rope.mixing import ShortConvolution, TokenShift
+from linear_rope.rotary_variants import make_rotary
 from linear_rope.selective import SelectiveRotation
 from linear_rope.states import KeyValueCache, MixedState
 
@@ -798,3 +799,26 @@ def test_modules_that_are_off_are_not_there() -> None:
     assert not any(isinstance(module, extra) for module in model.modules())
     _, state = model(random_tokens(1, 3), return_state=True)
     assert type(state.layers[0]).__name__ == "AttentionState"
+
+
+@pytest.mark.parametrize("name", ["short_conv", "token_shift", "output_gate", "qk_norm", "causal",
+                                  "bias", "output_norm"])  # fmt: skip
+def test_switches_are_true_or_false_and_counts_are_numbers(name):
+    wrong = True if name == "short_conv" else "yes"
+    for kind in (RotaryLinearAttention, SoftmaxAttention):
+        with pytest.raises(ValueError, match=rf"{name}={wrong!r} must be"):
+            kind(8, 2, **{name: wrong})
+    if name != "causal":
+        with pytest.raises(ValueError, match=rf"{name}={wrong!r} must be"):
+            Config(dim=8, heads=2, **{name: wrong})
+
+
+def test_a_selective_rotation_needs_slices_for_its_heads():
+    options = {"dim": 16, "heads": 4, "rotary_scaling": "selective"}
+    with pytest.raises(ValueError, match=r"dim=16 into a slice .* 3 of them .* local_heads"):
+        Config(**options, local_heads=1)
+    assert Config(**options, local_heads=2).local_heads == 2
+    grouped = Config(**options, kv_heads=2, local_heads=2)  # a key head of the two is local
+    LanguageModel(grouped)
+    with pytest.raises(ValueError, match=r"reads a layer's input: give it to a layer"):
+        make_rotary(4, scaling="selective:rank=4")

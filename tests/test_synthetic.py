@@ -25,7 +25,7 @@ from enwik8.synthetic.tasks import (
     induction,
     recall,
 )
-from enwik8.synthetic.train import Cell, Result, Settings, train_cell
+from enwik8.synthetic.train import Cell, Result, Settings, config_of, train_cell
 
 TINY = Settings(
     length=8,
@@ -165,6 +165,15 @@ def test_accuracy_counts_answers_and_nothing_else(monkeypatch: pytest.MonkeyPatc
         asked, right = asked + int((targets != IGNORE).sum()), right + int((targets == 5).sum())
     assert asked == 22 and got == right / asked
     assert loss == pytest.approx(50 * (1 - right / asked))
+
+
+def test_all_arms_have_a_convolution_unless_they_say_otherwise() -> None:
+    for arm, width in (("softmax-rope", 3), ("elu-none", 3), ("best-conv", 4)):
+        assert config_of(find(arm).overrides, Settings()).short_conv == width
+    assert config_of({}, Settings(short_conv=0)).short_conv == 0
+    # What has a longest length is made for all that is measured.
+    for arm in ("elu-learned", "cosformer"):
+        assert config_of(find(arm).overrides, Settings()).max_length == 32 * 4
 
 
 def test_arms_read_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:

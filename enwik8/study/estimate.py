@@ -11,14 +11,12 @@ from pathlib import Path
 
 import torch
 
-from linear_rope.model import Config
-
 from ..corpus import Corpus
 from ..curves import read_metrics
 from ..methods import find
 from ..objectives import objective_named
 from ..presets import Settings, model_fields
-from ..tasks import make_model
+from ..tasks import make_config, make_model
 from ..train import train
 from .plan import RunSpec
 
@@ -46,7 +44,7 @@ class Cost:
 
 def parameters(run: RunSpec) -> int:
     """Trained numbers of the run's model, counted without making it."""
-    config = Config(**model_fields(run.settings, find(run.arm)))  # type: ignore[arg-type]
+    config = make_config(model_fields(run.settings, find(run.arm)))
     with torch.device("meta"):
         model = make_model(config, objective_named(run.settings.objective))
     return sum(p.numel() for p in model.parameters())

@@ -87,7 +87,7 @@ learning_rate = 2e-3
 
 [[group]]
 name = "ablations"
-arms = ["best-no-decay", "best-no-denominator", "best-rope-before", "best-gpt"]
+arms = ["best-no-decay", "best-rope-before", "best-gpt"]
 seeds = [0]
 [group.sweep]
 learning_rate = [2e-3, 4e-3, 8e-3]
@@ -110,7 +110,7 @@ learning_rate = [2e-3, 4e-3, 8e-3]
 
 [[group]]
 name = "ablations"
-arms = ["best-no-decay", "best-no-denominator", "best-rope-before"]
+arms = ["best-no-decay", "best-denominator", "best-rope-before"]
 seeds = [0]
 [group.settings]
 learning_rate = 4e-3

@@ -13,8 +13,6 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from linear_rope.model import Config
-
 from .. import checkpoint, run_folder
 from ..corpus import Corpus, load_corpus
 from ..errors import UserError
@@ -22,6 +20,7 @@ from ..interrupt import Lock
 from ..methods import find
 from ..presets import Settings, model_fields
 from ..record import training_record
+from ..tasks import make_config
 from ..train import make_sampler
 from . import estimate, speeds
 from .dry_run import costs
@@ -208,7 +207,7 @@ def _foreign(results: Sequence[Result], corpora: Mapping[str, Corpus]) -> list[s
         if not result.config:
             continue
         settings = result.spec.settings
-        model = Config(**model_fields(settings, find(result.spec.arm)))  # type: ignore[arg-type]
+        model = make_config(model_fields(settings, find(result.spec.arm)))
         now = {
             "arm": result.spec.arm,
             "model": dataclasses.asdict(model),

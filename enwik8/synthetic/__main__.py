@@ -18,7 +18,10 @@ from enwik8.methods import METHODS, find
 from .tasks import TASKS
 from .train import Settings
 
-ARMS = ("elu-none", "elu-rope", "elu-none-decay", "elu-rope-decay", "softmax-rope")
+ARMS = (
+    *("softmax-rope", "elu-none", "elu-rope"),
+    *("best", "best-no-rope", "best-no-decay", "elu-selective-decay"),
+)
 
 
 @dataclass

@@ -69,9 +69,10 @@ def draw(table: Table, settings: Settings, out: Path) -> list[Path]:
     handles.append(Line2D([], [], color=MUTED, linestyle=":", label="guessing"))
     axes[len(panels)].legend(handles=handles, loc="center left", frameon=False, fontsize=10)
     seeds = len({cell.seed for cell in table})
+    mixed = f"convolution of {settings.short_conv} tokens on q, k, v; " * bool(settings.short_conv)
     figure.suptitle(
-        f"Recall and state tracking: {settings.layers} layers, {settings.dim} wide, trained at "
-        f"length {settings.length} for at most {settings.steps:,} steps, "
+        f"Recall and state tracking: {settings.layers} layers, {settings.dim} wide; {mixed}\n"
+        f"trained at length {settings.length} for at most {settings.steps:,} steps, "
         f"{seeds} seed{'s' if seeds > 1 else ''}",
         fontsize=11,
         color=INK,

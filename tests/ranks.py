@@ -1,0 +1,110 @@
+"""Real processes for the tests of the experiment, started as a launcher starts them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from enwik8 import train as training
+from enwik8.presets import Settings
+
+FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+
+
+def tiny(text: Path, **changes: Any) -> Settings:
+    """A run of six steps that redraws its random features twice, checkpoints at 2, 4 and 6."""
+    settings: dict[str, Any] = {
+        **{"corpus": str(text), "layers": 2, "dim": 16, "heads": 2, "length": 32, "batch_size": 4},
+        **{"steps": 6, "warmup": 2, "evaluate_every": 3, "validation_bytes": 500},
+        **{"checkpoint_every": 2, "redraw_interval": 3, "cpu": True, "threads": 1},
+    }
+    return Settings(**{**settings, **changes})
+
+
+def write_text(folder: Path) -> Path:
+    generator = torch.Generator().manual_seed(0)
+    letters = torch.randint(97, 123, (20_000,), generator=generator, dtype=torch.uint8)
+    path = folder / "text.txt"
+    path.write_bytes(letters.numpy().tobytes())
+    return path
+
+
+def start(
+    work: Callable[..., None], *given: Any, ends: tuple[int, ...] = (0, 0), limit: float = 120.0
+) -> None:
+    """Run work(rank, *given) in len(ends) processes; they must end with these codes, in time."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = mp.get_context("spawn")
+    processes = [
+        context.Process(target=_child, args=(rank, len(ends), port, work, given))
+        for rank in range(len(ends))
+    ]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + limit
+    try:
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = tuple(process.exitcode for process in processes)
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+    assert codes == ends, f"the processes ended with {codes} (None: not in time), not {ends}"
+
+
+def _child(rank: int, world: int, port: int, work: Callable[..., None], given: Any) -> None:
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in where.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    work(rank, *given)
+
+
+@contextmanager
+def engine(**environment: str) -> Iterator[None]:
+    """A fresh engine, which reads this environment, on the processes' old connection."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    before = dict(os.environ)
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def before_step(step: int, action: Callable[[], None]) -> Iterator[None]:
+    """Within it this process does something of its own before a training step."""
+    run = training._Run
+    plain = run.train_step
+
+    def watched(self: Any) -> Any:
+        if self.step + 1 == step:
+            action()
+        return plain(self)
+
+    run.train_step = watched  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        run.train_step = plain  # type: ignore[method-assign]
+
+
+def terminate_me() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
