@@ -338,7 +338,7 @@ class Arms:
             print(f"{method.name:<{width}}  {method.description}")
         print()
         for objective in OBJECTIVES.values():
-            which = "all arms" if objective.causal else "arms without -decay"
+            which = "all arms" if objective.causal else "arms that do not follow the order"
             print(f"--objective {objective.name}: {objective.description} For {which}.")
         print()
         for name, preset in PRESETS.items():

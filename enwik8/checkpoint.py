@@ -15,6 +15,7 @@ import contextlib
 import os
 import pickle
 import re
+import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -172,6 +173,7 @@ def load(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
         UserError: the file is missing, damaged, or not a checkpoint of this program.
     """
     try:
+        _check_sums(path)
         contents = torch.load(path, map_location=device, weights_only=True)
     except FileNotFoundError as error:
         raise UserError(f"no checkpoint at {path}") from error
@@ -182,6 +184,20 @@ def load(path: Path, device: str | torch.device = "cpu") -> dict[str, Any]:
     if not isinstance(contents, dict) or not {"model", "step", "config"} <= contents.keys():
         raise UserError(f"{path} is not a checkpoint of `python -m enwik8`")
     return contents
+
+
+def _check_sums(path: Path) -> None:
+    """``torch.load`` does not look at the checksums of the archive that a checkpoint is, so that a
+    flipped bit in a tensor would pass."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            wrong = archive.testzip()
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # whatever damaged bytes make of names, sizes and offsets
+        raise RuntimeError(f"not a whole archive: {error}") from error
+    if wrong is not None:
+        raise RuntimeError(f"the checksum of {wrong} is wrong")
 
 
 def _remedy(path: Path) -> str:

@@ -45,6 +45,8 @@ __all__ = ["Report", "compress", "decompress"]
 
 MAGIC = b"linear_rope text 1\n"
 MOST_STREAMS = 256
+MOST_THREADS = 1024  # as `train` has it
+MOST_BYTES = 2**40  # more would take years
 _WINDOWS = 8  # in a stream, at least, where the number of streams is not given
 
 
@@ -103,7 +105,8 @@ def compress(
             predict byte by byte, a size is impossible.
     """
     coder = _constriction()
-    _check_output(file, out, overwrite)
+    out = out.resolve()  # of a link, what it points to is written
+    _check_output(run, file, out, overwrite)
     _check_sizes(streams=streams, length=length, threads=threads)
     content = _read(file)
     trained = load_language_model(run, device, "compress a file")
@@ -165,13 +168,21 @@ def decompress(
             machine computes other probabilities. Nothing is written then.
     """
     coder = _constriction()
-    _check_output(file, out, overwrite)
+    out = out.resolve()  # of a link, what it points to is written
+    _check_output(run, file, out, overwrite)
     header, words = _parse(file)
     trained = load_language_model(run, device, "decompress a file")
     if _fingerprint(trained) != header.model:
-        raise UserError(f"{file} was compressed by another model than that of {run}")
+        raise UserError(
+            f"{file} was compressed by another model than that of {run}; give the run of then"
+        )
     rows = _rows(header.bytes, header.streams)
-    content = np.zeros(header.bytes, dtype=np.uint8)
+    try:
+        content = np.zeros(header.bytes, dtype=np.uint8)
+    except MemoryError as error:
+        raise UserError(
+            f"{file} says that it holds {header.bytes:,} bytes, for which there is no memory here"
+        ) from error
     starts = np.array([row.start for row in rows], dtype=np.int64)
     began = time.perf_counter()
     with _threads(header.threads):
@@ -299,9 +310,17 @@ def _read(file: Path) -> bytes:
         raise UserError(f"{file} cannot be read ({error.strerror or error})") from error
 
 
-def _check_output(file: Path, out: Path, overwrite: bool) -> None:
+def _check_output(run: Path, file: Path, out: Path, overwrite: bool) -> None:
     if out.is_dir():
         raise UserError(f"{out} is a folder; name a file to write")
+    if out.exists() and not out.is_file():
+        raise UserError(f"{out} is not a regular file; name another one to write")
+    model = run / checkpoint.NAME if run.is_dir() else run
+    folder = out.resolve().parent
+    if folder == model.resolve().parent and (
+        out.name in run_folder.FILES or out.name.startswith("checkpoint")
+    ):
+        raise UserError(f"{out} belongs to the run {run}; name another file to write")
     if out.exists() and file.exists() and out.samefile(file):
         raise UserError(f"{out} is the file to read; name another one to write")
     if out.exists() and not overwrite:
@@ -311,8 +330,9 @@ def _check_output(file: Path, out: Path, overwrite: bool) -> None:
 
 def _check_sizes(**sizes: int | None) -> None:
     for name, size in sizes.items():
-        if size is not None and not 1 <= size <= 2**31:
-            raise UserError(f"--{name} must lie in 1 .. 2**31, got {size}")
+        most = MOST_THREADS if name == "threads" else 2**31
+        if size is not None and not 1 <= size <= most:
+            raise UserError(f"--{name} must lie in 1 .. {most}, got {size}")
 
 
 def _check_window(model: LanguageModel, window: int, rows: list[range]) -> None:
@@ -333,6 +353,7 @@ def _parse(file: Path) -> tuple[Header, np.ndarray]:
         header = Header(**json.loads(line))
         sizes = (header.bytes + 1, header.streams + 1, header.window, header.threads)
         good = all(type(size) is int and size >= 1 for size in sizes)
+        good = good and header.threads <= MOST_THREADS and max(sizes) <= MOST_BYTES
     except (ValueError, TypeError):
         good = False
     if not good or len(code) % 4 or zlib.crc32(code) != header.code_crc32:

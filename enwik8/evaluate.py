@@ -61,6 +61,8 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> Trained:
     except (RuntimeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"the checkpoint of {path} does not hold a model ({error})") from error
     try:
+        if torch.device(device).type == "meta":
+            raise RuntimeError("it holds no numbers")
         model.to(device)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         raise UserError(f"--device {device} cannot be used here ({error})") from error

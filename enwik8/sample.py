@@ -40,6 +40,8 @@ def read_prompt(prompt: str | None, file: Path | None) -> Iterator[bytes]:
         return
     if prompt is not None:
         raise UserError("--prompt and --prompt-file exclude each other; give one of them")
+    if str(file) == "-" and sys.stdin is None:
+        raise UserError("--prompt-file - cannot be read (standard input is closed); name a file")
     try:
         with nullcontext(sys.stdin.buffer) if str(file) == "-" else file.open("rb") as source:
             yield from iter(lambda: source.read(PIECE), b"")
@@ -87,7 +89,7 @@ def stream_text(
     pieces = _cut([whole] if isinstance(whole, bytes) else whole)
     first = next(pieces, b"")
     if not first:
-        raise UserError("--prompt must have at least one byte")
+        raise UserError("the prompt must have at least one byte; see --prompt and --prompt-file")
     longest = longest_text(model)
     if longest is not None:
         first, pieces = _fit(first, pieces, length, longest)

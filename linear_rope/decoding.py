@@ -32,6 +32,7 @@ __all__ = [
     "are_mere_numbers",
     "decode_step",
     "frequencies_of",
+    "is_plain_state",
     "is_plain_step",
     "is_transformed",
 ]
@@ -63,7 +64,8 @@ def is_plain_step(
         and not phi.log_space
         and phi.head_dim == width
         and dtype in (torch.float32, torch.float64)
-        and k.dtype == v.dtype == S.dtype == z.dtype == dtype
+        and k.dtype == v.dtype == dtype
+        and is_plain_state(state, batch, dtype)
         and k.device == v.device == S.device == z.device == device
         and device.type in ("cpu", "cuda")
         and S.shape == (batch, heads, features, v.shape[3])
@@ -75,6 +77,28 @@ def is_plain_step(
         and has_values(q)
         and not torch.is_autocast_enabled(device.type)
         and (log_decay is None or _is_decay(log_decay, shape, device))
+    )
+
+
+def is_plain_state(state: Any, batch: int, dtype: torch.dtype) -> bool:
+    """Whether the state's tensors are of the types that the quick ways trust."""
+    return bool(
+        state.S.dtype == state.z.dtype == dtype
+        and state.position.dtype == torch.int64
+        and state.position.shape == (batch,)
+    )
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor, state: AttentionState) -> bool:
+    """Whether sizes and types are those that the kernels take them for."""
+    return bool(
+        is_plain_state(state, q.shape[0], q.dtype)
+        and q.dtype == k.dtype == v.dtype
+        and state.S.shape == (*k.shape[:2], k.shape[3], v.shape[3])
+        and state.z.shape == (*k.shape[:2], k.shape[3])
+        and q.shape[3] == k.shape[3]
+        and q.shape[0] == k.shape[0] == v.shape[0]
+        and k.shape[1] == v.shape[1]
     )
 
 
@@ -110,7 +134,8 @@ def decode_step(
         theta = frequencies_of(rotary, q.device)
     if are_mere_numbers(q, k, v, state.S, state.z, state.position, log_decay, positions):
         name = NATIVE_MAPS.get(type(phi))
-        if name and (rotary is None or where == "after") and q.numel() and native.is_ready():
+        suits = (rotary is None or where == "after") and q.numel() and native.is_ready()
+        if name and suits and _fits(q, k, v, state):
             eps = getattr(phi, "eps", 0.0)
             given = (state, denominator, log_decay, positions)
             return _native_step(q, k, v, name, eps, rotary, theta, *given)

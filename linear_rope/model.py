@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from linear_rope.arguments import check_key_mask, check_tensors
 from linear_rope.block import Block, make_norm
 from linear_rope.config import Config
+from linear_rope.decoding import is_plain_state
 from linear_rope.initialization import EMBEDDING_STD, initialize
 from linear_rope.losses import linear_cross_entropy
 from linear_rope.rotary import can_read, has_values, resolve_positions
@@ -210,6 +211,7 @@ class LanguageModel(_Stack):
         *,
         key_mask: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        state: ModelState | None = None,
     ) -> tuple[Tensor, ModelState]:
         """Read prompts; returns the logits after each row's last real token and the state.
 
@@ -219,6 +221,7 @@ class LanguageModel(_Stack):
                 left or right. Pads leave no trace: each row goes on as if it had been alone.
             cu_seqlens: (prompts + 1,) the limits of several prompts in one flat row (batch 1),
                 each of at least one token. They become the rows of a padded batch.
+            state: what each row has read before, such as the beginning of a prompt that is long.
 
         Returns:
             logits (batch or prompts, vocab_size), and the `ModelState` for `decode`.
@@ -235,7 +238,7 @@ class LanguageModel(_Stack):
             raise ValueError(
                 "key_mask must leave at least one real token in each row of the prompt"
             )
-        logits, state = self(prompt, key_mask=key_mask, return_state=True)
+        logits, state = self(prompt, key_mask=key_mask, state=state, return_state=True)
         if key_mask is None:
             return logits[:, -1], state
         order = torch.arange(prompt.shape[1], device=prompt.device)
@@ -250,8 +253,8 @@ class LanguageModel(_Stack):
         if steps is not None:
             self._check(tokens[:, None], None, state)
             dtype = self.embedding.weight.dtype
-            if any(layer.S.dtype != dtype for layer in state.layers):
-                steps = None  # a state may be wider, or narrower
+            if not all(is_plain_state(x, len(tokens), dtype) for x in state.layers):
+                steps = None  # a state may be wider, or narrower, or not be one
         return self._decode(tokens, state, steps)
 
     def _steps(self, device: torch.device) -> Steps | None:
@@ -278,6 +281,7 @@ class LanguageModel(_Stack):
         prompt: Tensor,
         *,
         key_mask: Tensor | None = None,
+        state: ModelState | None = None,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -288,12 +292,11 @@ class LanguageModel(_Stack):
         was_training = self.training
         self.eval()
         try:
-            logits, state = self.prefill(prompt, key_mask=key_mask)
-            steps = self._steps(prompt.device)
+            logits, state = self.prefill(prompt, key_mask=key_mask, state=state)
             while True:
                 token = pick(logits, temperature, top_k, top_p, generator)
-                yield token
-                logits, state = self._decode(token, state, steps)
+                yield token  # and the caller may do anything to the model meanwhile
+                logits, state = self._decode(token, state, self._steps(prompt.device))
         finally:
             self.train(was_training)
 
@@ -303,6 +306,7 @@ class LanguageModel(_Stack):
         max_new_tokens: int,
         *,
         key_mask: Tensor | None = None,
+        state: ModelState | None = None,
         temperature: float = 1.0,
         top_k: int | None = None,
         top_p: float | None = None,
@@ -315,6 +319,7 @@ class LanguageModel(_Stack):
             max_new_tokens: how many to add, at least 0.
             key_mask: (batch, time) bool, for prompts of different lengths; see `prefill`. The new
                 tokens stand behind the padded prompt.
+            state: what each row has read before the prompt, as `prefill` and `decode` return it.
             temperature: divides the logits; 0 takes the most likely token.
             top_k: keep the k most likely tokens. top_p: keep the smallest set of the most likely
                 tokens whose probabilities sum to at least p (nucleus sampling, arXiv 1904.09751).
@@ -325,6 +330,7 @@ class LanguageModel(_Stack):
         tokens = self.stream(
             prompt,
             key_mask=key_mask,
+            state=state,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,

@@ -32,17 +32,20 @@ ROWS = 8
 class NativeBlocks:
     """x (batch, 1, dim) and the layers' states -> the same after the blocks."""
 
-    def __init__(self, calls: Sequence[BlockCall], kept: Sequence[Tensor]) -> None:
+    def __init__(self, calls: Sequence[BlockCall], dtype: torch.dtype, kept: Sequence[Tensor]):
         self._calls = (BlockCall * len(calls))(*calls)
+        self._dtype = dtype
         self._kept = kept  # what the addresses are of
 
     def __call__(
         self, x: Tensor, states: Iterable[Any]
     ) -> tuple[Tensor, tuple[AttentionState, ...]] | None:
-        """None where this call is not for the kernels."""
+        """None where this call is not for the kernels, which trust sizes and types."""
         states = tuple(states)
         tensors = [x, *(t for state in states for t in (state.S, state.z, state.position))]
         if not 0 < x.shape[0] <= ROWS or not are_mere_numbers(*tensors):
+            return None
+        if len(states) != len(self._calls) or not self._fits(x, states):
             return None
         x, threads = x.clone(memory_format=torch.contiguous_format), torch.get_num_threads()
         after, given = [], []
@@ -59,6 +62,23 @@ class NativeBlocks:
         run_blocks(calls)
         return x, tuple(after)
 
+    def _fits(self, x: Tensor, states: Sequence[Any]) -> bool:
+        batch = x.shape[0]
+        if x.dtype != self._dtype or x.shape != (batch, 1, self._calls[0].dim):
+            return False
+        for call, state in zip(self._calls, states, strict=True):
+            shape = (batch, call.step.key_heads, call.step.M)
+            fits = (
+                state.S.dtype == state.z.dtype == self._dtype
+                and state.position.dtype == torch.int64
+                and state.S.shape == (*shape, call.step.E)
+                and state.z.shape == shape
+                and state.position.shape == (batch,)
+            )
+            if not fits:
+                return False
+        return True
+
 
 def make_blocks(
     blocks: Sequence[Any], is_watched: Callable[[nn.Module], bool]
@@ -73,7 +93,10 @@ def make_blocks(
     kept: list[Tensor] = []
     calls = [_call(block, is_watched, kept) for block in blocks]
     known = [call for call in calls if call is not None]
-    return NativeBlocks(known, kept) if len(known) == len(calls) else None
+    dtypes = {block.attention.query.weight.dtype for block in blocks}
+    if len(known) != len(calls) or len(dtypes) > 1 or len({call.dim for call in known}) > 1:
+        return None
+    return NativeBlocks(known, dtypes.pop(), kept)
 
 
 def _call(
@@ -107,17 +130,31 @@ def _call(
     modules = [module for module in (*affine.values(), decay) if module is not None]
     if not known or any(is_watched(module) for module in modules):
         return None
+    dim, hidden = block.up.in_features, block.up.out_features
+    queries, keys = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+    values, merged = layer.kv_heads * layer.value_dim, layer.heads * layer.value_dim
+    # The kernels trust these: a weight of another shape, whoever put it there, is not for them.
+    shapes: dict[str, tuple[int, ...]] = {
+        **{"query": (queries, dim), "key": (keys, dim), "value": (values, dim)},
+        **{"out": (dim, merged), "gate": (merged, dim), "decay": (layer.kv_heads, dim)},
+        **{"up": (hidden, dim), "mlp_gate": (hidden, dim), "down": (dim, hidden)},
+        **{"norm": (dim,), "mlp_norm": (dim,)},
+        **{"query_norm": (layer.head_dim,), "key_norm": (layer.head_dim,)},
+    }
     addresses: dict[str, Affine] = {}
     for name, module in affine.items():
         pair = []
         for part in ("weight", "bias"):
             tensor = getattr(module, part, None)
-            if tensor is not None and not _is_dense(tensor, dtype):
+            shape = shapes[name] if part == "weight" else shapes[name][:1]
+            if tensor is not None and not (_is_dense(tensor, dtype) and tensor.shape == shape):
+                return None
+            if tensor is None and part == "weight" and module is not None and len(shape) == 2:
                 return None
             pair.append(None if tensor is None else tensor.data_ptr())
             kept += [] if tensor is None else [tensor]
         addresses[name] = Affine(*pair)
-    call = BlockCall(dim=block.up.in_features, hidden=block.up.out_features, **addresses)
+    call = BlockCall(dim=dim, hidden=hidden, **addresses)
     call.rms, call.output_norm = type(norms[0]) is nn.RMSNorm, layer.output_norm
     call.norm_eps, call.mlp_norm_eps = (_eps(norm, dtype) for norm in norms)
     call.head_eps = 1e-6
@@ -150,7 +187,8 @@ def _call(
 
 def _is_dense(x: Tensor, dtype: torch.dtype) -> bool:
     plain = type(x) in (Tensor, nn.Parameter) and x.device.type == "cpu"
-    return plain and x.dtype == dtype and x.is_contiguous()
+    strided = plain and x.layout is torch.strided and not x.is_neg()
+    return strided and x.dtype == dtype and x.is_contiguous()
 
 
 def _eps(norm: Any, dtype: torch.dtype) -> float:

@@ -43,18 +43,20 @@ class Steps:
         self._each: list[Step] | None = None
         self._same: list[tuple[dict[str, Any], str, Any]] = []
         self._hooks: list[Any] = []
+        self._kinds: list[tuple[nn.Module, type, bool]] = []
         for module in (part for block in blocks for part in block.modules()):
             own = vars(module)
             tables = (own["_parameters"], own["_buffers"], own["_modules"])
             self._same += [(table, name, x) for table in tables for name, x in table.items()]
             self._same += [(own, name, x) for name, x in own.items() if name[0] != "_"]
             self._hooks += [own["_forward_hooks"], own["_forward_pre_hooks"]]
+            self._kinds.append((module, type(module), "forward" in own))
         self._numbers = [x for _, _, x in self._same if isinstance(x, Tensor)]
         self._places = self._places_now()
 
     def _places_now(self) -> list[tuple[int, torch.dtype]]:
         """Where the parameters' numbers are: `parameter.data = ...` and `model.to()` move them."""
-        return [(x.data_ptr(), x.dtype) for x in self._numbers]
+        return [(x.data_ptr() if x.layout is torch.strided else -1, x.dtype) for x in self._numbers]
 
     @property
     def each(self) -> list[Step]:
@@ -69,6 +71,9 @@ class Steps:
             and tuple(blocks) == self.blocks
             and all(table.get(name, self) is x for table, name, x in self._same)
             and not any(self._hooks)
+            and all(
+                type(m) is kind and ("forward" in vars(m)) is own for m, kind, own in self._kinds
+            )
             and not (hooks_of_all._global_forward_hooks or hooks_of_all._global_forward_pre_hooks)
             and self._places_now() == self._places
         )
@@ -129,9 +134,10 @@ def _is_plain(block: Any) -> bool:
 
 
 def _is_watched(module: nn.Module) -> bool:
-    """Whether a hook wants to see the module's calls."""
+    """Whether a hook wants to see the module's calls, or a function of its own stands in."""
     return bool(
-        module._forward_hooks
+        "forward" in vars(module)
+        or module._forward_hooks
         or module._forward_pre_hooks
         or hooks_of_all._global_forward_hooks
         or hooks_of_all._global_forward_pre_hooks

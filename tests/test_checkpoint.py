@@ -159,3 +159,17 @@ def test_text_files_are_replaced_whole(tmp_path: Path, monkeypatch: pytest.Monke
         checkpoint.replace_file(path, "new\n")
     assert path.read_text() == "old\n"
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_flipped_bit_in_a_tensor_is_found(tmp_path: Path) -> None:
+    """torch.load alone would give the other number and say nothing."""
+    path = tmp_path / checkpoint.NAME
+    weights = torch.arange(1000, dtype=torch.float32)
+    checkpoint.save(path, {"model": {"w": weights}, "step": 1, "config": {}})
+    whole = path.read_bytes()
+    at = whole.index(weights.numpy().tobytes()) + 2001
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    loaded = torch.load(path, weights_only=True)
+    assert not torch.equal(loaded["model"]["w"], weights)
+    with pytest.raises(UserError, match=r"checkpoint\.pt is damaged"):
+        checkpoint.load(path)

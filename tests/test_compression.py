@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import sys
 from pathlib import Path
@@ -262,3 +263,34 @@ def test_without_the_package(
     monkeypatch.setitem(sys.modules, "constriction", None)
     assert main(["compress", str(runs / "elu-rope"), str(file), str(file) + ".code"]) == 2
     assert "pip install 'linear_rope[compression]'" in capsys.readouterr().err
+
+
+def test_only_files_of_ones_own_are_replaced(runs: Path, file: Path, tmp_path: Path) -> None:
+    """Neither a device or pipe, nor the model itself; a link keeps what it is."""
+    run = runs / "elu-rope"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="is not a regular file"):
+        compress(run, file, pipe, overwrite=True)
+    assert pipe.is_fifo()
+    for name in ("checkpoint.pt", "config.json", "metrics.csv"):
+        before = (run / name).read_bytes()
+        with pytest.raises(UserError, match="belongs to the run"):
+            compress(run, file, run / name, overwrite=True)
+        assert (run / name).read_bytes() == before
+    (tmp_path / "real").write_text("old")
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "real")
+    compress(run, file, link, overwrite=True)
+    assert link.is_symlink() and (tmp_path / "real").read_bytes().startswith(MAGIC)
+
+
+def test_sizes_that_no_machine_has(runs: Path, file: Path, code: Path) -> None:
+    with pytest.raises(UserError, match=r"--threads must lie in 1 \.\. 1024, got 100000"):
+        compress(runs / "elu-rope", file, file.with_name("new"), threads=100_000)
+    line, _, rest = code.read_bytes()[len(MAGIC) :].partition(b"\n")
+    for name, value in (("threads", 10**12), ("bytes", 10**15)):
+        header = {**json.loads(line), name: value}
+        code.write_bytes(MAGIC + json.dumps(header).encode() + b"\n" + rest)
+        with pytest.raises(UserError, match="is damaged"):
+            decompress(runs / "elu-rope", code, file.with_name("new"))

@@ -150,7 +150,7 @@ def test_memory_does_not_depend_on_the_length_of_the_prompt(
         (["--prompt", "a", "--prompt-file", "/nowhere"], "exclude each other"),
         (["--prompt-file", "/nowhere"], "--prompt-file /nowhere cannot be read (No such file"),
         (["--prompt-file", "/"], "--prompt-file / cannot be read"),
-        (["--prompt-file", os.devnull], "--prompt must have at least one byte"),
+        (["--prompt-file", os.devnull], "the prompt must have at least one byte"),
         (["--length", "-1"], "--length must not be negative"),
         (["--top-k", "0"], "top_k=0"),
         (["--top-p", "2"], "top_p=2"),

@@ -253,3 +253,86 @@ def test_layers_of_ones_own_are_called():
     model.blocks[0].attention.value = adapted
     out, want = run(model, True)[0], run(model, False)[0]
     assert judge.error(out, want) <= 2e-5 < judge.error(out, before)
+
+
+def test_a_prompt_may_come_in_pieces():
+    """`generate` goes on from a state as if it had read all of the prompt itself."""
+    model = LanguageModel(Config(**SIZES, decay="learned")).eval()
+    prompt = torch.randint(19, (2, 9))
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    mask[1, :2] = False
+    rest = torch.randint(19, (2, 4))
+    whole = torch.cat([prompt, rest], 1)
+    want = model.generate(whole, 6, temperature=0.0)
+    _, state = model.prefill(prompt)
+    assert torch.equal(model.generate(rest, 6, state=state, temperature=0.0)[:, 4:], want[:, 13:])
+    padded = torch.cat([torch.ones_like(prompt, dtype=torch.bool), mask], 1)
+    want = model.generate(whole, 6, key_mask=padded, temperature=0.0)
+    out = model.generate(rest, 6, key_mask=mask, state=state, temperature=0.0)
+    assert torch.equal(out[:, 4:], want[:, 13:])
+
+
+def _own_forward(module):
+    forward = module.forward
+    module.forward = lambda x: 2 * forward(x)
+
+
+class Doubled(torch.nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+CHANGES = {
+    "state in another precision": lambda m, s: s._replace(z=s.z.double()),
+    "narrow state": lambda m, s: s._replace(z=s.z.bfloat16()),
+    "narrow position": lambda m, s: s._replace(position=s.position.int()),
+    "one position for two rows": lambda m, s: s._replace(position=s.position[:1]),
+    "another shape of state": lambda m, s: s._replace(S=s.S[:, :, :2]),
+    "wider block": lambda m, s: m.blocks[1].double(),
+    "another width inside": lambda m, s: [
+        setattr(m.blocks[0].up.weight, "data", torch.randn(24, 16)),
+        setattr(m.blocks[0].down.weight, "data", torch.randn(16, 24)),
+    ],
+    "narrow key": lambda m, s: setattr(m.blocks[0].attention.key.weight, "data", torch.ones(8, 16)),
+    "short norm": lambda m, s: setattr(m.blocks[0].mlp_norm.weight, "data", torch.ones(8)),
+    "bias for all": lambda m, s: setattr(m.blocks[0].up, "bias", torch.nn.Parameter(torch.ones(1))),
+    "own forward": lambda m, s: _own_forward(m.blocks[0].down),
+    "own forward of a layer": lambda m, s: setattr(
+        m.blocks[0].attention, "forward", lambda x, **_: (x, s)
+    ),
+    "another class": lambda m, s: setattr(m.blocks[0].up, "__class__", Doubled),
+    "sparse": lambda m, s: setattr(
+        m.blocks[0].up, "weight", torch.nn.Parameter(m.blocks[0].up.weight.detach().to_sparse())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("warm", [False, True])
+def test_what_the_kernels_would_misread_is_not_for_them(name, warm, native_taken):
+    """They trust sizes and types. Same logits, or the same kind of refusal, as the long way."""
+    torch.manual_seed(2)
+    model = LanguageModel(Config(**SIZES)).eval()
+    _, state = model.prefill(torch.tensor([[1, 2], [3, 4]]))
+    token = torch.tensor([5, 6])
+    if warm:
+        model.decode(token, state)
+    before = len(native_taken)
+    changed = CHANGES[name](model, state.layers[0])
+    if isinstance(changed, type(state.layers[0])):
+        state = state._replace(layers=(changed, *state.layers[1:]))
+
+    def outcome(call):
+        try:
+            return call()
+        except (ValueError, RuntimeError) as error:
+            return type(error)
+
+    with torch.no_grad():
+        want = outcome(lambda: model(token[:, None], state=state, return_state=True)[0][:, 0])
+    got = outcome(lambda: model.decode(token, state)[0])
+    assert len(native_taken) == before
+    if isinstance(want, torch.Tensor):
+        assert judge.error(got, want) <= 2e-5
+    else:
+        assert isinstance(got, type), want

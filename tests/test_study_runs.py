@@ -306,3 +306,23 @@ def test_a_stopped_study_leaves_no_process_and_goes_on(
         assert "Unfinished: elu-none/base-seed0, step" in (out / "summary.md").read_text()
     for log in logs:  # each worker saved where it stopped
         assert "stopped after step" in (log.parent / queue.LOG).read_text()
+
+
+def test_memory_is_that_of_the_process_alone() -> None:
+    """A child must not be told the use of the one that started it."""
+    if not Path("/proc/self/status").exists():
+        pytest.skip("no /proc here")
+    large = bytearray(600 * 2**20)
+    large[::4096] = b"x" * len(large[::4096])
+    code = "from enwik8.study.worker import _peak_memory; print(_peak_memory())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert 0 < int(done.stdout) < len(large)
+
+
+def test_a_study_is_no_work_for_several_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["study", "demo", "--out", str(tmp_path / "out")]) == 2
+    assert "study works in one process" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

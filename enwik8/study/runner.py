@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -65,6 +66,11 @@ def study(
             another study; a finished study with runs that are not comparable or have failed.
         Interrupted: SIGINT or SIGTERM came; the same command goes on.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "study works in one process, which starts its own workers (--workers); launch `train` "
+            "alone over several processes"
+        )
     if workers < 1:
         raise UserError(f"--workers must be at least 1, got {workers}")
     if time_steps < 0:

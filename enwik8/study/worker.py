@@ -6,6 +6,7 @@ that the parent is gone, and the run stops as on SIGTERM, resumably. So no run o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -92,6 +93,10 @@ def _peak_memory() -> int:
     """Bytes: of the device, where there is one, or the whole process's resident memory."""
     if torch.cuda.is_available() and torch.cuda.max_memory_allocated():
         return int(torch.cuda.max_memory_allocated())
+    with contextlib.suppress(OSError, StopIteration, ValueError):
+        # Linux hands the highest use down to a child (ru_maxrss outlives exec), so ask for our own.
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return 1024 * int(next(x for x in lines if x.startswith("VmHWM:")).split()[1])
     try:
         import resource
     except ImportError:  # Windows
