@@ -72,7 +72,7 @@ def _legend(axes: Axes, order: Sequence[str]) -> None:
         [label for _, label in pairs],
         loc="upper left",
         bbox_to_anchor=(1.015, 1.02),
-        fontsize=9.5,
+        fontsize=9.5 if max(map(len, order)) <= 22 else 7.7,  # the margin's width is fixed
         frameon=False,
         handlelength=3.2,
     )
