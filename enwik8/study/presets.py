@@ -73,21 +73,36 @@ seeds = [0]
 learning_rate = [1e-3, 2e-3, 4e-3, 8e-3]
 
 [[group]]
-name = "seeds of the finalists"
+name = "seeds of the finalists, each at its best rate"
+arms = ["best", "best-no-rope"]
+seeds = [0, 1, 2]
+[group.settings]
+learning_rate = 8e-3
+
+[[group]]
+name = "seeds of softmax attention"
+arms = ["softmax-rope"]
 seeds = [0, 1, 2]
 [group.settings]
 learning_rate = 4e-3
 
 [[group]]
-name = "seeds of the finalist that is better at another rate"
+name = "seeds of softmax attention in LLaMA's block"
 arms = ["softmax-rope-llama"]
 seeds = [0, 1, 2]
 [group.settings]
 learning_rate = 2e-3
 
 [[group]]
+name = "one rate more, for the edge"
+arms = ["best"]
+seeds = [0]
+[group.settings]
+learning_rate = 1.6e-2
+
+[[group]]
 name = "ablations"
-arms = ["best-no-decay", "best-rope-before", "best-gpt"]
+arms = ["best-no-decay", "best-denominator", "best-rope-before", "best-gpt"]
 seeds = [0]
 [group.sweep]
 learning_rate = [2e-3, 4e-3, 8e-3]
@@ -131,10 +146,10 @@ learning_rate = 2e-3
 learning_rate = 4e-3
 
 [arm.best]
-learning_rate = 4e-3
+learning_rate = 8e-3
 
 [arm.best-no-rope]
-learning_rate = 4e-3
+learning_rate = 8e-3
 """
 
 STUDIES: Mapping[str, str] = MappingProxyType(
