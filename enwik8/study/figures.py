@@ -164,8 +164,8 @@ def _speed_up(each: Condition) -> tuple[Figure, str] | None:
     rows.sort(key=share, reverse=True)
     figure, axes = _new(
         f"Tokens needed to reach the final loss of {each.baseline}",
-        "Bars end where the arm has the loss that the baseline has at 100 %; shorter is better. "
-        "Lines: 95 % interval. 1 of 3 seeds: the others never get there, so no factor.",
+        "Bars end at the loss that the baseline has at 100 %; shorter is better. Lines: 95 % "
+        "interval. No factor where a seed never gets there.",
         f"% of the tokens of {each.baseline}",
         "",
         1.55 + 0.34 * max(len(rows), 2),
@@ -187,7 +187,9 @@ def _speed_up(each: Condition) -> tuple[Figure, str] | None:
             1.02, place, text, va="center", fontsize=9.5, transform=axes.get_yaxis_transform()
         )
     axes.axvline(100, color=MUTED, linewidth=1)
-    axes.set(xlim=(0, 112), yticks=range(len(rows)), ylim=(-0.6, len(rows) - 0.4))
+    ends = [100 * row.reached.share.high for row in rows if row.reached and row.reached.share]
+    furthest = max([112.0, *(1.03 * end for end in ends if np.isfinite(end))])
+    axes.set(xlim=(0, furthest), yticks=range(len(rows)), ylim=(-0.6, len(rows) - 0.4))
     _names_left(figure, axes, [row.arm for row in rows])
     return figure, f"How many tokens each arm needs for the final loss of {each.baseline}."
 
@@ -271,20 +273,24 @@ def _positions(each: Condition, unit: str) -> tuple[Figure, str] | None:
 
 def _pareto(each: Condition, unit: str) -> tuple[Figure, str] | None:
     """Final loss against the speed of training."""
-    rows = [row for row in each.chosen if row.speed is not None]
+    # Runs at once slow each other down: rates measured alone say more, if all arms have them.
+    alone = all(row.alone is not None for row in each.chosen)
+    speeds = {row.arm: row.alone if alone else row.speed for row in each.chosen}
+    rows = [row for row in each.chosen if speeds[row.arm] is not None]
     if not rows:
         return None
     styles = style_of([row.arm for row in rows])
     figure, axes = _new(
         "Loss against speed",
         f"{_seeds(rows)}; lines: 95 % interval of the loss. Gray: arms that none beats in both.",
-        "training tokens per second, on the machine of the study",
+        "training tokens per second, "
+        + ("alone on the machine" if alone else "beside the study's other runs"),
         f"final validation {unit}",
     )
     places = []
     for row in rows:
-        assert row.speed is not None
-        x, y = row.speed, row.final
+        x, y = speeds[row.arm], row.final
+        assert x is not None
         places.append((x.mean, y.mean))
         error: dict[str, Any] = {} if y.count < 2 else {"yerr": [y.half]}
         look = {"color": styles[row.arm]["color"], "marker": styles[row.arm]["marker"]}
@@ -297,8 +303,8 @@ def _pareto(each: Condition, unit: str) -> tuple[Figure, str] | None:
     axes.plot(*zip(*front, strict=True), color="#bbbbbb", linewidth=1.2, zorder=0, label="_front")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_number(x)))
     _keep(axes, np.array([y for _, y in places]), 0.35)
-    speeds = [x for x, _ in places]
-    axes.set_xlim(0.85 * min(speeds), 1.08 * max(speeds))
+    across = [x for x, _ in places]
+    axes.set_xlim(0.85 * min(across), 1.08 * max(across))
     order = sorted(rows, key=lambda row: -row.final.mean)
     _legend(axes, [row.arm for row in order])
     return figure, "Final loss against training speed."
