@@ -75,6 +75,9 @@ class RotaryLinearAttention(AttentionBase):
         ValueError: at construction for sizes and names that do not fit.
     """
 
+    # What computes the attention of projected heads; `linear_rope.parallel` puts its own here.
+    attend = staticmethod(linear_attention)
+
     def __init__(
         self,
         dim: int,
@@ -198,7 +201,7 @@ class RotaryLinearAttention(AttentionBase):
         state: Any,
         return_state: bool,
     ) -> tuple[Tensor, Any]:
-        result = linear_attention(
+        result = self.attend(
             q,
             k,
             v,

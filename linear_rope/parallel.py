@@ -227,7 +227,7 @@ def sequence_parallel(module: nn.Module, group: Any = None) -> Iterator[None]:
     replaced: list[tuple[nn.Module, str, Callable[..., Any]]] = []
     for layer in layers:
         replaced += [
-            (layer, "_attend", partial(_attend, layer, group)),
+            (layer, "attend", partial(_attend, group=group)),
             (layer, "forward", partial(_forward, layer.forward, group)),
         ]
     replaced += [(stack, "_run", partial(_run, stack._run, group)) for stack in stacks]
@@ -248,49 +248,22 @@ def sequence_parallel(module: nn.Module, group: Any = None) -> Iterator[None]:
 
 
 def _attend(
-    layer: RotaryLinearAttention,
-    group: Any,
-    x: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    rotary: Any,
-    at_q: int | Tensor | None,
-    at_k: Tensor | None,
-    key_mask: Tensor | None,
-    documents: Tensor | None,
-    state: Any,
-    return_state: bool,
-) -> tuple[Tensor, Any]:
-    """`RotaryLinearAttention._attend` by `linear_attention` of this page."""
-    if documents is not None:
+    *,
+    group: Any,
+    segment_ids: Tensor | None,
+    key_positions: Tensor | None,  # those of the queries: there is no context
+    **options: Any,
+) -> Any:
+    """`linear_attention` of this page, in the place of a layer's."""
+    if segment_ids is not None:
         raise ValueError(
             "segment_ids and cu_seqlens cannot be used in sequence parallel: give each document "
             "its own row, or run whole rows on one rank"
         )
-    result = linear_attention(
-        q,
-        k,
-        v,
-        group=group,
-        feature_map=layer.feature_map,
-        rotary=rotary,
-        rotate=layer.rotate,
-        denominator=layer.denominator,
-        causal=layer.causal,
-        key_mask=key_mask,
-        log_decay=None if layer.gate is None else layer.gate(x),
-        positions=at_q,
-        output_norm=layer.output_norm,
-        state=state,
-        return_state=return_state,
-        backend=layer.backend,
-        chunk_size=layer.chunk_size,
-    )
-    if not return_state:
-        return result, None
-    heads, after = result
-    return heads, after._replace(made_by=layer._mark(x.shape[0], x.device))
+    return linear_attention(q, k, v, group=group, **options)
 
 
 def _forward(forward: Callable[..., Any], group: Any, x: Tensor, *args: Any, **given: Any) -> Any:
