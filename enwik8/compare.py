@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from accelerate import Accelerator
 
 from . import checkpoint, run_folder
 from .corpus import Corpus, load_corpus
+from .distributed import refuse_several
 from .errors import UserError
 from .interrupt import Interrupted, Lock
 from .methods import DEFAULT_ARMS, find
@@ -60,11 +60,11 @@ def compare(
         ValueError: an unknown arm, or a setting that an arm cannot have; before anything runs.
         Interrupted: SIGINT or SIGTERM came; what there is, is on the disk.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            "compare works in one process; with several devices, launch `train` once for each arm "
-            "and draw the run folders with `plot`"
-        )
+    refuse_several(
+        "compare",
+        "with several devices, launch `train` once for each arm and draw the run folders with "
+        "`plot`",
+    )
     settings.check()
     seeds = list(dict.fromkeys(seeds if seeds else [settings.seed]))
     arms = list(dict.fromkeys(arms))

@@ -23,7 +23,20 @@ from linear_rope.model import Block
 
 from .errors import UserError
 
-__all__ = ["ends_with_others", "load_whole", "make_accelerator", "together", "whole"]
+__all__ = [
+    "ends_with_others",
+    "load_whole",
+    "make_accelerator",
+    "refuse_several",
+    "together",
+    "whole",
+]
+
+
+def refuse_several(command: str, instead: str) -> None:
+    """Raise a UserError if a launcher has started several processes of a command for one."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(f"{command} works in one process; {instead}")
 
 
 def make_accelerator(cpu: bool, precision: str) -> Accelerator:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from tqdm import tqdm
 
 from .. import checkpoint, run_folder
 from ..corpus import Corpus, load_corpus
+from ..distributed import refuse_several
 from ..errors import UserError
 from ..interrupt import Lock
 from ..methods import find
@@ -66,11 +66,10 @@ def study(
             another study; a finished study with runs that are not comparable or have failed.
         Interrupted: SIGINT or SIGTERM came; the same command goes on.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError(
-            "study works in one process, which starts its own workers (--workers); launch `train` "
-            "alone over several processes"
-        )
+    refuse_several(
+        "study",
+        "it starts its own workers (--workers); launch `train` alone over several processes",
+    )
     if workers < 1:
         raise UserError(f"--workers must be at least 1, got {workers}")
     if time_steps < 0:
