@@ -41,7 +41,7 @@ class PerformerConfig:
     """Sizes of a `PerformerModel`, under the names that `linear_rope.Config` has for them.
 
     Args:
-        vocab_size, dim, layers, heads, dropout: as there.
+        vocab_size, dim, layers, heads, dropout, init_std: as there.
         max_length: longest window, with or without rotation.
         rotary: rotation before the feature map, or none and a learned table of positions.
         attention: what marks such a config among others.
@@ -54,6 +54,7 @@ class PerformerConfig:
     dropout: float = 0.0
     max_length: int = 256
     rotary: bool = True
+    init_std: float | None = None
     attention: str = PERFORMER
 
     def __post_init__(self) -> None:
@@ -111,7 +112,7 @@ class PerformerModel(nn.Module):
     def initialize(self, seed: int, features_seed: int | None = None) -> None:
         """Draw every parameter anew, from (seed, its name), and the random features, from
         (features_seed, or seed)."""
-        initialize(self, seed, self.config.layers)
+        initialize(self, seed, self.config.layers, init_std=self.config.init_std)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed if features_seed is None else features_seed)
             for module in self.modules():

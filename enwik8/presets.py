@@ -40,6 +40,8 @@ class Settings:
     """Random features per head (FAVOR+ arms only; none: the library's default)."""
     redraw_interval: int | None = None
     """Steps between redraws of the random features (FAVOR+ arms only; none: never)."""
+    init_std: float | None = None
+    """Standard deviation of the initial linear layers (none: 1/sqrt(fan in); GPT-2 has 0.02)."""
     dropout: float = 0.0
     """Probability of dropping an activation in training."""
 
@@ -119,6 +121,8 @@ class Settings:
             raise ValueError(
                 f"--heads must divide --dim, got {self.heads} heads for width {self.dim}"
             )
+        if self.init_std is not None and not 0 < self.init_std < math.inf:
+            raise ValueError(f"--init-std must be positive and finite, got {self.init_std}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"--dropout must lie in [0, 1), got {self.dropout}")
         if not 0 < self.learning_rate < math.inf:
@@ -186,6 +190,7 @@ def model_fields(settings: Settings, method: Method) -> dict[str, object]:
         "dim": settings.dim,
         "heads": settings.heads,
         "dropout": settings.dropout,
+        "init_std": settings.init_std,
         **method.overrides,
     }
     if method.needs_length:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -48,6 +49,8 @@ class Config:
             parameters of two. Any ratio will do, also 3.47.
         dropout: on embeddings, attention output and feed-forward output.
         bias: in the linear layers. tie_embeddings: the output layer is the embedding.
+        init_std: standard deviation of the initial linear layers (the two that write into the
+            residual stream: over sqrt(2 layers)); none: 1/sqrt(fan in). GPT-2's is 0.02.
     """
 
     vocab_size: int = 256
@@ -80,6 +83,7 @@ class Config:
     dropout: float = 0.0
     bias: bool = False
     tie_embeddings: bool = True
+    init_std: float | None = None
     backend: str = "auto"
     chunk_size: int | None = None
 
@@ -116,6 +120,10 @@ class Config:
             raise ValueError(f"heads={self.heads} does not divide dim={self.dim}; choose a divisor")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
+        if self.init_std is not None and not 0.0 < self.init_std < math.inf:
+            raise ValueError(
+                f"init_std={self.init_std} must be positive and finite; omit it for 1/sqrt(fan in)"
+            )
         if self.hidden < 1:
             raise ValueError(
                 f"mlp_ratio={self.mlp_ratio} must leave the feed-forward layer at least one unit"

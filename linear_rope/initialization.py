@@ -21,7 +21,13 @@ EMBEDDING_STD = 0.02
 GIVEN = (nn.LayerNorm, nn.RMSNorm, LearnedRotary, Hedgehog, ShortConvolution, TokenShift)
 
 
-def initialize(model: nn.Module, seed: int, layers: int, features_seed: int | None = None) -> None:
+def initialize(
+    model: nn.Module,
+    seed: int,
+    layers: int,
+    features_seed: int | None = None,
+    init_std: float | None = None,
+) -> None:
     """Draw every parameter anew; what is drawn is said at `LanguageModel.initialize`."""
     depth = (2 * layers) ** 0.5
     with torch.no_grad():
@@ -36,7 +42,8 @@ def initialize(model: nn.Module, seed: int, layers: int, features_seed: int | No
                 std = EMBEDDING_STD
                 if isinstance(module, nn.Linear):
                     residual = name.endswith(("attention.out", "down"))
-                    std = module.in_features**-0.5 / (depth if residual else 1.0)
+                    std = module.in_features**-0.5 if init_std is None else init_std
+                    std /= depth if residual else 1.0
                     if isinstance(module, LearnedDecay):
                         module.reset_bias()
                     elif module.bias is not None:

@@ -45,13 +45,14 @@ class _Stack(nn.Module):
 
         So two models that share a parameter's name and shape share its value, whatever else they
         have: what a comparison of methods needs. Linear layers: normal with standard deviation
-        1/sqrt(fan in), the two that write into the residual stream divided by sqrt(2 layers)
-        (GPT-2); embeddings 0.02; biases 0 but for learned decays' (their time-scales); norms 1;
-        random features from (features_seed, name), or (seed, name) without one; learned
-        frequencies as fixed ones; learned feature maps, convolutions and token shifts the identity;
-        selective rotations as they say.
+        `init_std`, or 1/sqrt(fan in) without one, the two that write into the residual stream
+        divided by sqrt(2 layers) (GPT-2); embeddings 0.02; biases 0 but for learned decays' (their
+        time-scales); norms 1; random features from (features_seed, name), or (seed, name) without
+        one; learned frequencies as fixed ones; learned feature maps, convolutions and token shifts
+        the identity; selective rotations as they say.
         """
-        initialize(self, seed, self.config.layers, features_seed)
+        c = self.config
+        initialize(self, seed, c.layers, features_seed, c.init_std)
 
     def _initialize_at_construction(self) -> None:
         if not self.embedding.weight.is_meta:

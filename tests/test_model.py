@@ -546,10 +546,12 @@ def test_construction_follows_the_global_seed_and_initialize_leaves_it_alone() -
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_the_documented_standard_deviations_hold() -> None:
+@pytest.mark.parametrize("init_std", [None, 0.05])
+def test_the_documented_standard_deviations_hold(init_std: float | None) -> None:
     config = Config(
         vocab_size=300, dim=192, layers=8, heads=2, decay="learned:bias=3", bias=True,
         max_length=200, position="learned", tie_embeddings=False, output_gate=True,
+        init_std=init_std,
     )  # fmt: skip
     model = LanguageModel(config)
     for name, p in model.named_parameters():
@@ -560,7 +562,7 @@ def test_the_documented_standard_deviations_hold() -> None:
         elif name.endswith("bias"):
             assert torch.equal(p, torch.zeros_like(p)), name
         else:
-            want = 0.02 if "embedding" in name else p.shape[1] ** -0.5
+            want = 0.02 if "embedding" in name else init_std or p.shape[1] ** -0.5
             if name.endswith(("attention.out.weight", "down.weight")):
                 want /= math.sqrt(16)
             spread = 5 / math.sqrt(2 * p.numel())
@@ -631,6 +633,8 @@ def test_a_copy_is_equal_and_independent(kind: str) -> None:
         ({"position": "learned", "max_length": -3}, r"max_length=-3 must be an integer"),
         ({"mlp_ratio": 0.0}, r"mlp_ratio=0.0 must leave"),
         ({"mlp_ratio": -1.0}, r"mlp_ratio=-1.0 must leave"),
+        ({"init_std": 0.0}, r"init_std=0.0 must be positive and finite; omit it for 1/sqrt"),
+        ({"init_std": math.nan}, r"init_std=nan must be positive"),
         ({"dropout": 1.0}, r"dropout=1.0 must be in \[0, 1\)"),
         ({"dropout": -0.1}, r"dropout=-0.1 must be in \[0, 1\)"),
         ({"attention": "softmax", "decay": "learned"}, r"decay='learned' needs attention='linear'"),

@@ -448,6 +448,8 @@ def test_part_files_of_a_killed_run_are_removed(tmp_path: Path, tiny: Settings) 
         ({"steps": 0}, "--steps"),
         ({"batch_size": 0}, "--batch-size"),
         ({"dropout": 1.0}, "--dropout"),
+        ({"init_std": 0.0}, "--init-std"),
+        ({"init_std": math.inf}, "--init-std"),
         ({"learning_rate": math.nan}, "--learning-rate"),
         ({"clip": -1.0}, "--clip"),
         ({"validation_bytes": 0}, "--validation-bytes"),
