@@ -27,26 +27,50 @@ validation_bytes = 16384
 bytes = 16384
 """
 
-_RATES = """\
-title = "Learning rates of the arms at the small size"
-preset = "small"
-arms = ["elu-none", "elu-rope", "favor-rope-before", "favor-rope", "softmax-rope"]
-seeds = [0]
-
-[sweep]
-learning_rate = [1e-3, 2e-3, 4e-3]
-"""
-
 _SMALL = """\
 title = "Does RoPE help linear attention, and where does it go?"
 preset = "small"
 baseline = "elu-none"
-arms = ["elu-none", "elu-learned", "elu-rope-before", "elu-rope", "favor-none",
-        "favor-rope-before", "favor-rope", "softmax-none", "softmax-rope"]
-seeds = [0, 1, 2]
+arms = ["elu-none", "elu-rope-before", "elu-rope", "favor-none", "favor-rope-before",
+        "favor-rope", "softmax-none", "softmax-rope"]
 
 [settings]
 features = 64
+evaluate_every = 100
+checkpoint_every = 250
+
+[[group]]
+name = "three seeds"
+seeds = [0, 1, 2]
+
+[[group]]
+name = "a learned table of positions"
+arms = ["elu-learned"]
+seeds = [0]
+
+[[group]]
+name = "the same from a small initial scale: before or after the feature map"
+arms = ["elu-none", "elu-rope", "favor-rope-before", "favor-rope"]
+seeds = [0, 1, 2]
+[group.settings]
+init_std = 0.02
+
+[[group]]
+name = "a larger model in longer windows"
+arms = ["elu-none", "elu-rope"]
+seeds = [0]
+[group.settings]
+layers = 6
+dim = 256
+length = 512
+steps = 400
+
+[[group]]
+name = "learning rates"
+arms = ["elu-none", "elu-rope", "favor-rope-before", "favor-rope"]
+seeds = [0]
+[group.sweep]
+learning_rate = [4e-3, 1e-3]
 """
 
 _FINALISTS = """\
@@ -155,7 +179,6 @@ learning_rate = 8e-3
 STUDIES: Mapping[str, str] = MappingProxyType(
     {
         "demo": _DEMO,
-        "rates": _RATES,
         "small": _SMALL,
         "contest": _CONTEST,
         "contest-1024": _CONTEST_1024,
