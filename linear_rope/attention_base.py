@@ -293,7 +293,7 @@ class AttentionBase(nn.Module):
         key_mask: Tensor | None,
         query_mask: Tensor | None,
     ) -> None:
-        weight = self.query.weight
+        weight: Any = self.query.weight
         inputs = {"x": x} if context is None else {"x": x, "context": context}
         check_tensors(**inputs)
         for name, given in inputs.items():
@@ -301,6 +301,8 @@ class AttentionBase(nn.Module):
                 raise ValueError(
                     f"{name} must have shape (batch, time, {self.dim}), got {tuple(given.shape)}"
                 )
+            if not isinstance(weight, Tensor):
+                continue  # that of a quantized projection, which says itself what it takes
             if given.device != weight.device:
                 raise ValueError(
                     f"{name} is on {given.device} but the layer is on {weight.device}; "

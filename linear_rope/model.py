@@ -202,8 +202,11 @@ class LanguageModel(_Stack):
         given = [inputs.get(name) for name in names]
         x, _ = self._run(tokens, given[0], given[1], given[2], given[3], given[4], False)
         head = self.embedding if self.head is None else self.head
+        weight: Any = head.weight
+        if not isinstance(weight, Tensor):  # a quantized head keeps its numbers to itself
+            return F.cross_entropy(self._logits(x).flatten(0, -2), targets.flatten())
         bias = None if self.head is None else self.head.bias
-        return linear_cross_entropy(x, head.weight, targets, bias=bias)
+        return linear_cross_entropy(x, weight, targets, bias=bias)
 
     @torch.no_grad()
     def prefill(

@@ -120,7 +120,7 @@ def run_steps(steps: Steps, x: Tensor, states: Iterable[Any]) -> tuple[Tensor, t
 def _is_plain(block: Any) -> bool:
     if type(block) is not Block or type(block.attention) is not RotaryLinearAttention:
         return False
-    layer, dtype = block.attention, block.attention.query.weight.dtype
+    layer, weight = block.attention, block.attention.query.weight
     phi, rotary = layer.feature_map, layer.rotary
     return bool(
         not (layer.mixed or block.training)
@@ -128,7 +128,8 @@ def _is_plain(block: Any) -> bool:
         and isinstance(phi, FeatureMap)
         and not phi.log_space
         and (rotary is None or (type(rotary) is Rotary and not rotary.by_length))
-        and dtype in (torch.float32, torch.float64)
+        and isinstance(weight, Tensor)  # a quantized projection has a method there
+        and weight.dtype in (torch.float32, torch.float64)
         and not (_is_watched(block) or _is_watched(layer))
     )
 
