@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linear_rope.rotary import has_values, rotate
+from linear_rope.rotary import can_read, rotate
 
 __all__ = ["CosFormer"]
 
@@ -41,8 +41,8 @@ class CosFormer:
             the method, not of a call: another L is another set of weights.
 
     Raises:
-        ValueError: an odd width, a max_length below 1; when called, positions of L or more (not
-            looked at inside a compiled graph).
+        ValueError: an odd width, a max_length below 1; when called, positions of L or more (looked
+            at on the CPU only, where that waits for nothing, and outside graphs).
     """
 
     width: int
@@ -63,7 +63,7 @@ class CosFormer:
         self, positions: Tensor, dtype: torch.dtype = torch.float32
     ) -> tuple[Tensor, Tensor]:
         """cos and sin of position * theta, (..., time, width / 2), at least float32."""
-        if has_values(positions) and positions.numel() and int(positions.max()) >= self.max_length:
+        if can_read(positions) and positions.numel() and int(positions.max()) >= self.max_length:
             raise ValueError(
                 f"position {int(positions.max())} is beyond max_length={self.max_length}, where "
                 "the weights of cosFormer turn negative; use a larger max_length, or a Rotary"

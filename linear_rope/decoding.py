@@ -24,7 +24,7 @@ from linear_rope.causal.division import divisor
 from linear_rope.elementwise import elu_plus_one
 from linear_rope.feature_base import FeatureMap
 from linear_rope.feature_maps import EluPlusOne, Relu
-from linear_rope.rotary import Rotary, has_values, rotate
+from linear_rope.rotary import Rotary, can_read, has_values, rotate
 from linear_rope.states import AttentionState
 
 __all__ = [
@@ -105,12 +105,13 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, state: AttentionState) -> bool:
 def _one_a_row(positions: Any, batch: int) -> bool:
     if not isinstance(positions, Tensor) or positions.dtype != torch.int64:
         return False
-    return positions.shape == (batch, 1) and (batch == 0 or int(positions.min()) >= 0)
+    fits = positions.shape == (batch, 1)
+    return fits and (batch == 0 or not can_read(positions) or int(positions.min()) >= 0)
 
 
 def _is_decay(g: Tensor, shape: torch.Size, device: torch.device) -> bool:
     fits = isinstance(g, Tensor) and g.shape == shape[:3] and g.device == device
-    return fits and not bool((g > 0).any())
+    return fits and not (can_read(g) and bool((g > 0).any()))
 
 
 def decode_step(

@@ -16,7 +16,7 @@ from linear_rope.config import Config
 from linear_rope.decoding import is_plain_state
 from linear_rope.initialization import EMBEDDING_STD, initialize
 from linear_rope.losses import linear_cross_entropy
-from linear_rope.rotary import can_read, has_values, resolve_positions
+from linear_rope.rotary import can_read, resolve_positions
 from linear_rope.sampling import check_sampling, pick
 from linear_rope.segments import resolve_segments, unpack
 from linear_rope.states import ModelState
@@ -87,7 +87,7 @@ class _Stack(nn.Module):
         x = self.embedding(tokens)
         if self.position_embedding is not None:
             table = self.position_embedding
-            if has_values(positions) and positions.numel():
+            if can_read(positions) and positions.numel():
                 last = int(positions.max())
                 if last >= table.num_embeddings:
                     raise ValueError(

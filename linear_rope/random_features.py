@@ -44,6 +44,7 @@ class RandomFeatures(FeatureMap):
     projection: Tensor
     seed: Tensor
     steps: Tensor
+    _known: tuple[Tensor, int, int] | None = None  # `steps`, its version, and its value at that
 
     def __init__(
         self,
@@ -86,11 +87,24 @@ class RandomFeatures(FeatureMap):
     def advance(self) -> None:
         """Count one optimizer step; redraw the projection when the schedule says so."""
         with torch.no_grad():
+            before = 0 if self.redraw_interval is None else self._count()
             self.steps += 1
         if self.redraw_interval is not None:
-            draw, early = divmod(int(self.steps), self.redraw_interval)
+            count = before + 1
+            if not self.steps.is_inference():  # those have no version
+                self._known = (self.steps, self.steps._version, count)
+            draw, early = divmod(count, self.redraw_interval)
             if not early:
                 self._draw(int(self.seed), draw)
+
+    def _count(self) -> int:
+        """`steps` as a number, from memory unless something else has written to the buffer or put
+        another in its place: to read it would wait for a GPU at each optimizer step."""
+        if self._known is not None:
+            steps, version, count = self._known
+            if steps is self.steps and steps._version == version:
+                return count
+        return int(self.steps)
 
     def _draw(self, seed: int, number: int) -> None:
         # Mix the two numbers so that neighbouring seeds and draws do not share a stream.

@@ -306,7 +306,7 @@ def resolve_positions(
     else:
         first = 0 if start is None else start.to(device=device).unsqueeze(-1)
     if documents is not None:
-        origin = torch.as_tensor(first, device=device).reshape(-1, 1)
+        origin = _tensor(first, device).reshape(-1, 1)
         return document_positions(documents, key_mask, origin)
     if key_mask is None:
         count = torch.arange(length, device=device)
@@ -359,7 +359,7 @@ def next_position(
         ids = isinstance(given, Tensor) and given.ndim > 0 and given.shape[-1] == 0
         if given is None or ids:
             return positions.new_zeros(batch) if start is None else start.clone()
-        first = torch.as_tensor(given, dtype=torch.int64, device=positions.device)
+        first = _tensor(given, positions.device)
         return first.reshape(-1).expand(batch).clone()
     positions = positions.expand(batch, -1)
     first = positions[:, 0]
@@ -373,6 +373,13 @@ def next_position(
     upto = torch.where(key_mask, count, 0).amax(-1, keepdim=True)  # the last real token, from 1
     seen = positions.gather(1, (upto - 1).clamp(min=0)) + 1
     return torch.where(upto > 0, seen, first[:, None])[:, 0]
+
+
+def _tensor(number: int | Tensor, device: torch.device | str | None) -> Tensor:
+    """As int64 on the device. An int is written there: to copy it would wait for a GPU."""
+    if isinstance(number, Tensor):
+        return number.to(device=device, dtype=torch.int64)
+    return torch.full((), number, dtype=torch.int64, device=device)
 
 
 def boundaries(documents: Tensor) -> Tensor:

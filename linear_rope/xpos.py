@@ -172,6 +172,8 @@ def fading_product(
 def _pieces(clock: Tensor, limit: int) -> list[int]:
     """Numbers of tokens that add up to all; no row's clock moves by `limit` within one piece."""
     time = clock.shape[1] - 1
+    if time == 1:
+        return [1]  # there is nothing to cut, and a GPU need not be waited for
     if time == 0 or clock.shape[0] == 0 or not has_values(clock):
         # Without values (a trace) steps are taken to be 1, as they are unless ids were given.
         return [min(limit, time - i) for i in range(0, time, limit)] or [0]

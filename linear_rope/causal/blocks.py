@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from linear_rope.causal.reference import widened
+from linear_rope.rotary import can_read
 
 __all__ = ["Block", "Fade", "Plan", "Turn", "Workspace", "block_of", "plan_of", "torn_chunks"]
 
@@ -254,7 +255,7 @@ class Fade:
 
 def torn_chunks(fresh: Tensor) -> slice:
     """From the first to the last chunk with a boundary; all where looking would wait for a GPU."""
-    if fresh.device.type != "cpu":
+    if not can_read(fresh):
         return slice(0, fresh.shape[0])
     torn = fresh.flatten(1).any(-1).nonzero().flatten().tolist()
     return slice(torn[0], torn[-1] + 1) if torn else slice(0, 0)
