@@ -54,3 +54,12 @@ def _torch_defaults_are_kept():
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
+
+
+@pytest.fixture
+def poisoned():
+    """Uninitialized memory is full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(False)

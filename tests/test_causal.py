@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import NamedTuple
 
 import judge
@@ -11,7 +12,8 @@ import torch
 from forms import BACKENDS
 from torch import Tensor
 
-from linear_rope import causal_product
+from linear_rope import Rotary, causal_product, linear_attention
+from linear_rope import causal as module
 from linear_rope.causal import FUSED, blocks
 
 FORMS = ["auto", *BACKENDS]
@@ -302,6 +304,62 @@ def test_half_precision_is_summed_in_float32(form, dtype):
         again, _ = causal_product(q, k, v, log_decay=g, state=state, backend=form)
     if form in ("auto", "chunked"):
         assert judge.error(again, want[0]) <= 5e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
+@pytest.mark.parametrize("length", [0, 1, 70])
+def test_half_precision_with_all_gradients(form, dtype, tolerance, length):
+    inputs, _ = random_inputs(length, width=5)
+    leaves = [x.to(dtype) for x in inputs[:3]] + [inputs[3].float()]
+    cotangent = torch.randn(2, 2, length, 5).to(dtype)
+
+    def run(q, k, v, g):
+        out = linear_attention(q, k, v, log_decay=g, rotary=Rotary(16), backend=form)
+        return (out,)
+
+    def exactly(q, k, v, g):
+        return (judge.attention(q, k, v, log_decay=g),)
+
+    got = gradients(run, leaves, [cotangent])
+    assert [x.dtype for x in got] == [dtype] * 4 + [torch.float32]
+    want = gradients(exactly, [x.double() for x in leaves], [cotangent])
+    off = [judge.error(a, b) for a, b in zip(got, want, strict=True)]
+    assert max(off) <= tolerance, off
+
+
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("length", [0, 1, 33, 700])
+def test_all_results_are_written(form, length):
+    inputs, cotangents = random_inputs(length, batch=1)
+
+    def bare(q, k, v, g, state):
+        return causal_product(q, k, v, log_decay=g, state=state, backend=form)
+
+    def whole(q, k, v, g):
+        out, state = linear_attention(
+            q, k, v, log_decay=g, rotary=Rotary(16), backend=form, return_state=True
+        )
+        return out, state.S
+
+    for dtype in TOLERANCE:
+        given = [x.to(dtype) for x in inputs]
+        for run, leaves in ((bare, given), (whole, given[:4])):
+            results = gradients(run, leaves, cotangents)
+            assert not any(x.isnan().any() for x in results)
+
+
+def test_the_log_says_once_what_auto_is(caplog):
+    module._say.cache_clear()
+    q = torch.randn(1, 1, 3, 2)
+    with caplog.at_level(logging.INFO, logger="linear_rope"):
+        for _ in range(2):
+            causal_product(q, q, q, backend="auto")
+        causal_product(q, q, q, backend="chunked")
+    name = "native" if "native" in BACKENDS else "chunked"
+    said = [r.getMessage() for r in caplog.records if r.name == "linear_rope"]
+    assert said == [f'backend="auto" is {name} for tensors on cpu']
 
 
 @pytest.mark.parametrize("form", FORMS)
