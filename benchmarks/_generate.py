@@ -1,21 +1,27 @@
-"""`LanguageModel.generate`: tokens a second, and where the time goes."""
+"""`LanguageModel.generate` and `decode`: tokens a second, and where the time goes."""
 
 from __future__ import annotations
 
 import argparse
+import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks._judge import relative_error
 from benchmarks._machine import progress
 from benchmarks._results import table, verdict
 from benchmarks._timing import interleave, quartiles
 from linear_rope import Config, LanguageModel
+from linear_rope.causal import native
 
-__all__ = ["generation_report", "self_times"]
+__all__ = ["decode_report", "generation_report", "self_times"]
 
 PROMPT = 128
 TOP = 8
@@ -31,7 +37,7 @@ def products(model: LanguageModel, tokens: int) -> None:
     """The matrix products of that many tokens, one by one, and nothing else: the least that
     generation costs, whoever multiplies. (A native call shows a profiler no operators inside.)"""
     layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    work = [(m.weight, m.bias) for m in layers]
+    work: list[tuple[Tensor, Tensor | None]] = [(m.weight, m.bias) for m in layers]
     if model.head is None:
         work.append((model.embedding.weight, None))
     inputs = {weight.shape[1]: torch.ones(1, weight.shape[1]) for weight, _ in work}
@@ -51,8 +57,10 @@ def generation_report(options: argparse.Namespace) -> str:
         models[attention] = LanguageModel(config).eval()
     prompt = torch.randint(256, (1, PROMPT), generator=torch.Generator().manual_seed(options.seed))
     new = options.new_tokens
-    calls = {name: partial(model.generate, prompt, new) for name, model in models.items()}
-    calls |= {f"{name}, products": partial(products, m, new) for name, m in models.items()}
+    calls: dict[str, Callable[[], object]] = {}
+    for name, model in models.items():
+        calls[name] = partial(model.generate, prompt, new)
+        calls[f"{name}, products"] = partial(products, model, new)
     progress(f"generate: {new} tokens, {layers} layers, {dim} wide, {heads} heads")
     times = interleave(calls, rounds=min(options.rounds, 5), budget=float("inf"))
     lines, shares, tops = [], {}, []
@@ -86,3 +94,59 @@ def generation_report(options: argparse.Namespace) -> str:
             table(["operator", "microseconds a token"], tops),
         ]
     )
+
+
+def decode_report(options: argparse.Namespace, compiler: str = "inductor") -> str:
+    """A section of the report of `benchmarks.decode`: the ways through `LanguageModel.decode`.
+
+    options.compile: also that through torch.compile, with `compiler` as its backend.
+    """
+    layers, dim, heads = options.model
+    torch.manual_seed(options.seed)
+    model = LanguageModel(Config(dim=dim, layers=layers, heads=heads)).eval()
+    drawn = torch.randint(
+        256, (PROMPT + options.new_tokens, 1), generator=torch.Generator().manual_seed(options.seed)
+    )
+    prompt, tokens = drawn[:PROMPT].mT, drawn[PROMPT:]
+    progress(f"decode: {len(tokens)} tokens, {layers} layers, {dim} wide, {heads} heads")
+
+    def run(model: LanguageModel, decode: Callable[..., Any]) -> Callable[[], Tensor]:
+        _, start = model.prefill(prompt)
+
+        def call() -> Tensor:
+            state = start
+            for token in tokens:
+                logits, state = decode(token, state)
+            return logits
+
+        return call
+
+    def without_kernels(call: Callable[[], Tensor]) -> Tensor:
+        with patch.object(native, "is_ready", lambda: False):
+            return call()
+
+    other = copy.deepcopy(model)  # what was found out about a model is kept
+    torch_alone = "torch, operation by operation"
+    ways: dict[str, Callable[[], Tensor]] = {}
+    ways[torch_alone] = partial(without_kernels, run(other, other.decode))
+    if native.is_ready():
+        ways["one native call for all layers"] = run(model, model.decode)
+    if options.compile:
+        compiled = torch.compile(model.decode, fullgraph=True, backend=compiler)
+        ways["torch.compile"] = run(model, compiled)
+    judge = copy.deepcopy(model).double()
+    want = run(judge, judge.decode)()
+    errors = {name: relative_error(call(), want) for name, call in ways.items()}
+    times = interleave(ways, rounds=min(options.rounds, 5), budget=float("inf"))
+    slowest = quartiles(times[torch_alone])[1]
+    lines = []
+    for name, error in errors.items():
+        low, median, high = (1e6 * x / len(tokens) for x in quartiles(times[name]))
+        cells = [
+            f"{median:.0f} ({low:.0f} to {high:.0f})",
+            f"{1e-6 * median * len(tokens) / slowest:.2f}",
+        ]
+        lines.append([name, *cells, f"{error:.0e}"])
+    header = ["", "microseconds a token", "of the first", "error of the last logits"]
+    heading = f"## decode: {len(tokens)} tokens of the same model with linear attention\n"
+    return "\n".join([heading, table(header, lines)])

@@ -7,7 +7,8 @@ One attention step (batch 1, 8 heads, width 64) after n tokens, without a graph:
 (`linear_attention(..., state=state, return_state=True)`), the recurrent step of fast-transformers
 (which cannot rotate), and softmax attention with rotation over a cache of n keys and values that
 has room for the next ones (no copy a token). Each is judged in float64 from the same state. Then
-`LanguageModel.generate`: tokens a second, and the share of its time in matrix products.
+`LanguageModel.generate`: tokens a second, and the share of its time in matrix products; and
+`LanguageModel.decode` by each way there is through it, with --compile torch.compile's too.
 
 Written to --out: decode.md, decode.csv, decode.png and decode.svg.
 """
@@ -27,7 +28,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from benchmarks._figures import curves
-from benchmarks._generate import generation_report
+from benchmarks._generate import decode_report, generation_report
 from benchmarks._machine import add_common_options, describe, prepare, progress
 from benchmarks._results import facts_list, table, verdict
 from benchmarks._steps import Sizes, Stepper, find_steppers
@@ -63,7 +64,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--heads", type=int, default=8)
     add("--width", type=int, default=64)
     add("--rounds", type=int, default=15)
-    add("--compile", action="store_true", help="also our step through torch.compile")
+    add("--compile", action="store_true", help="also through torch.compile: minutes")
     add("--new-tokens", type=int, default=256, help="that generate adds")
     add("--model", type=int, nargs=3, default=[6, 256, 4], metavar=("LAYERS", "DIM", "HEADS"))
     add("--quick", action="store_true", help="fewer contexts and rounds: half a minute")
@@ -84,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     for name, reason in absent.items():
         progress(f"absent: {name} ({reason})")
     rows = measure(steppers, options)
-    generation = generation_report(options)
+    generation = "\n".join([generation_report(options), decode_report(options)])
     facts = describe(list(sys.argv[1:] if argv is None else argv), "benchmarks.decode", before)
     write_whole(options.out / "decode.md", report(rows, facts, absent, generation, sizes).encode())
     buffer = io.StringIO()

@@ -49,8 +49,12 @@ def is_plain_step(
     log_decay: Tensor | None,
     positions: Any,
 ) -> bool:
-    """Whether these are one token, a state that fits it, and nothing that needs the long way."""
-    if not isinstance(state, AttentionState) or not isinstance(phi, FeatureMap):
+    """Whether these are one token, a state that fits it, and nothing that needs the long way.
+
+    In a graph nothing is: there values cannot be looked at, and the compiler makes the long way
+    short by itself.
+    """
+    if not (isinstance(state, AttentionState) and isinstance(phi, FeatureMap) and has_values(q)):
         return False
     shape, dtype, device = k.shape, q.dtype, q.device
     if len(shape) != 4 or q.ndim != 4 or v.shape[:-1] != shape[:-1]:
@@ -74,7 +78,6 @@ def is_plain_step(
         and (rotary is None or rotary.width == (features if where == "after" else width))
         and (rotary is None or not rotary.by_length)
         and (positions is None or _one_a_row(positions, batch))
-        and has_values(q)
         and not torch.is_autocast_enabled(device.type)
         and (log_decay is None or _is_decay(log_decay, shape, device))
     )

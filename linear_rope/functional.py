@@ -307,7 +307,8 @@ def _composed(
         past = None if state is None else torch.cat([state.S, state.z[..., None]], dim=-1)
         both, S = _grouped(product, turned_q, turned_k, torch.cat([v, ones], dim=-1), past)
         num, den = both[..., :-1], both[..., -1:]
-        S, z = S[..., :-1], S[..., -1]
+        # As dense as those of the other forms: a graph made for one state serves the next.
+        S, z = S[..., :-1].contiguous(), S[..., -1].contiguous()
     else:
         num, S = _grouped(product, turned_q, turned_k, v, past_S)
         den, z = _grouped(product, phi_q, phi_k, ones, past_z)

@@ -239,7 +239,9 @@ class Row:
     def end(self, whole: Tensor, dim: int) -> Tensor:
         """The last `before` tokens, for the state: a copy, which keeps nothing else alive."""
         if self.key_mask is None:
-            return whole.narrow(dim, self.length, self.before).clone()
+            last = whole.narrow(dim, self.length, self.before)
+            # As dense as that of a single token, so that graphs need no second compilation.
+            return last.clone(memory_format=torch.contiguous_format)
         return _take(whole, self.last, dim)
 
 

@@ -60,7 +60,8 @@ def both_features(
         if causal:
             peaks = torch.cat([top.unsqueeze(-1), peaks], dim=-1)
             running = _running_maximum(peaks, log_decay, start_of)
-            top = running[..., -1]
+            # A copy, for the state: a view would keep the maxima of the whole sequence alive.
+            top = running[..., -1].clone(memory_format=torch.contiguous_format)
         elif start_of is None:
             running = torch.cat([top.unsqueeze(-1), peaks], dim=-1).amax(-1, keepdim=True)
         else:

@@ -19,8 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("matplotlib", exc_type=ImportError)
 
-from benchmarks import attention, decode, packing, train
+from benchmarks import attention, decode, long, packing, train
 from benchmarks._contestants import Contestant, Field, Run, find_contestants, torch_rotation
+from benchmarks._generate import decode_report
 from benchmarks._judge import relative_error, rows_of, turned
 from benchmarks._memory import STATUS, Meter
 from benchmarks._models import Size, Trainer
@@ -29,6 +30,7 @@ from benchmarks._results import MODES, Row
 from benchmarks._steps import Ours, Sizes, find_steppers
 from benchmarks._targets import targets_table
 from benchmarks._timing import chunkwise_flops, interleave, matmul_call, slope
+from linear_rope import Rotary, linear_attention
 
 ROOT = Path(__file__).resolve().parent.parent
 LINUX = pytest.mark.skipif(not STATUS.exists(), reason="memory is read from Linux's /proc")
@@ -411,6 +413,7 @@ def test_decode_runs(tmp_path: Path) -> None:
     text = (tmp_path / "decode.md").read_text()
     for part in ("linear_rope, rotation, 1000 / 16", "tokens/s", "share in matrix products"):
         assert part in text
+    assert "torch, operation by operation" in text and "torch.compile" not in text
     for name in ("decode.csv", "decode.png", "decode.svg"):
         assert (tmp_path / name).stat().st_size > 100
 
@@ -422,6 +425,43 @@ def test_steps_are_judged_at_their_position() -> None:
     late = Ours(sizes, 50)
     late.state = late.state._replace(position=late.state.position + 1)
     assert late.judge() > 1e-3
+
+
+@pytest.mark.slow
+def test_ways_to_decode_are_timed_and_judged() -> None:
+    torch._dynamo.reset()
+    options = decode.parse(["--compile", "--rounds", "2", "--new-tokens", "3"])
+    options.model = [1, 16, 2]
+    text = decode_report(options, compiler="aot_eager")
+    torch._dynamo.reset()
+    rows = [re.findall(r"[^|]+", line) for line in text.splitlines() if " to " in line]
+    names = [row[0].strip() for row in rows]
+    assert names[0] == "torch, operation by operation" and names[-1] == "torch.compile"
+    for row in rows:
+        assert 0 <= float(row[3]) < 1e-5 and float(row[2]) > 0, row
+
+
+# --- long -----------------------------------------------------------------------------------------
+
+
+def test_long_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ["--length", "1300", "--heads", "2", "--width", "8", "--samples", "40"]
+    long.main([*sizes, "--threads", "1", "--out", str(tmp_path)])
+    text = (tmp_path / "long.md").read_text()
+    assert text in capsys.readouterr().out and "1,300 tokens" in text
+    (error,) = re.findall(r"relative error of 40 rows \| (\S+)", text)
+    assert 0 < float(error) < 1e-5
+    (forward,) = re.findall(r"forward \| (\S+) s", text)
+    assert 0 <= float(forward) < 60
+
+
+def test_the_error_of_a_long_sequence_is_that_of_its_worst_row() -> None:
+    q, k, v = torch.randn(3, 1, 1, 50, 4)
+    out = linear_attention(q, k, v, rotary=Rotary(4))
+    assert long.sampled_error(q, k, v, out, piece=16, samples=200) < 1e-5
+    out[0, 0, 33] *= 1.5
+    worst = long.sampled_error(q, k, v, out, piece=16, samples=200)
+    assert worst == pytest.approx(0.5, rel=1e-3)
 
 
 # --- packing ------------------------------------------------------------------------------------
