@@ -70,7 +70,7 @@ format: $(INSTALLED)
 	$(BIN)/python -m ruff format .
 
 types: $(INSTALLED)
-	$(BIN)/python -m mypy linear_rope enwik8
+	$(BIN)/python -m mypy linear_rope enwik8 benchmarks
 
 smoke: $(INSTALLED)
 	rm -rf $(SMOKE)
