@@ -21,6 +21,8 @@ from .methods import METHODS
 from .objectives import OBJECTIVES
 from .presets import PRESETS, Settings
 
+# PyTorch's words, on the CPU and on accelerators.
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 _EXTRA = "pip install 'linear_rope[enwik8]' brings what the experiment needs"
 
 try:
@@ -419,6 +421,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except ModuleNotFoundError as error:
         print(f"error: the package {error.name} is not installed; {_EXTRA}", file=sys.stderr)
+        return 2
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not any(w in str(error) for w in _NO_MEMORY):
+            raise
+        print(
+            "error: there is not enough memory here for these sizes; smaller ones need less (in "
+            "training, --micro-batch-size alone changes no result)",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

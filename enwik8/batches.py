@@ -195,7 +195,7 @@ def evaluation_windows(
 
 def _cover(data: np.ndarray, length: int, batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
     full = (len(data) - 1) // length
-    offsets = np.arange(length + 1)
+    offsets = np.arange(min(length, len(data)) + 1)  # of no use where no window is full
     for first in range(0, full, batch_size):
         starts = np.arange(first, min(first + batch_size, full)) * length
         yield _inputs_and_targets(data[starts[:, None] + offsets])

@@ -21,6 +21,7 @@ from . import checkpoint, run_folder
 from .corpus import Corpus, load_corpus
 from .distributed import refuse_several
 from .errors import UserError
+from .flags import check_seed
 from .interrupt import Interrupted, Lock
 from .methods import DEFAULT_ARMS, find
 from .metrics import merge, read_rows
@@ -66,6 +67,9 @@ def compare(
         "`plot`",
     )
     settings.check()
+    if settings.data_seed is None:
+        for seed in seeds or ():
+            check_seed("seeds", seed)
     seeds = list(dict.fromkeys(seeds if seeds else [settings.seed]))
     arms = list(dict.fromkeys(arms))
     if not arms:

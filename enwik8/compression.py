@@ -38,14 +38,15 @@ from linear_rope import backends
 from linear_rope.model import LanguageModel
 
 from . import checkpoint, run_folder
+from .distributed import refuse_several
 from .errors import UserError
 from .evaluate import TrainedLanguageModel, load_language_model, longest_text
+from .flags import MOST_THREADS, check_sizes
 
 __all__ = ["Report", "compress", "decompress"]
 
 MAGIC = b"linear_rope text 1\n"
 MOST_STREAMS = 256
-MOST_THREADS = 1024  # as `train` has it
 MOST_BYTES = 2**40  # more would take years
 _WINDOWS = 8  # in a stream, at least, where the number of streams is not given
 
@@ -102,12 +103,15 @@ def compress(
 
     Raises:
         UserError: constriction is missing, a file cannot be read or written, the model cannot
-            predict byte by byte, a size is impossible.
+            predict byte by byte.
+        ValueError: a size is impossible.
     """
+    refuse_several("compress")
     coder = _constriction()
     out = out.resolve()  # of a link, what it points to is written
     _check_output(run, file, out, overwrite)
-    _check_sizes(streams=streams, length=length, threads=threads)
+    check_sizes(streams=streams, length=length)
+    check_sizes(most=MOST_THREADS, threads=threads)
     content = _read(file)
     trained = load_language_model(run, device, "compress a file")
     window = trained.config["training"]["length"] if length is None else length
@@ -167,6 +171,7 @@ def decompress(
         UserError: as in `compress`; ``file`` is damaged or was compressed by another model; this
             machine computes other probabilities. Nothing is written then.
     """
+    refuse_several("decompress")
     coder = _constriction()
     out = out.resolve()  # of a link, what it points to is written
     _check_output(run, file, out, overwrite)
@@ -326,13 +331,6 @@ def _check_output(run: Path, file: Path, out: Path, overwrite: bool) -> None:
     if out.exists() and not overwrite:
         raise UserError(f"{out} exists already; --overwrite replaces it")
     run_folder.make_writable(out.parent, "name a file elsewhere")
-
-
-def _check_sizes(**sizes: int | None) -> None:
-    for name, size in sizes.items():
-        most = MOST_THREADS if name == "threads" else 2**31
-        if size is not None and not 1 <= size <= most:
-            raise UserError(f"--{name} must lie in 1 .. {most}, got {size}")
 
 
 def _check_window(model: LanguageModel, window: int, rows: list[range]) -> None:

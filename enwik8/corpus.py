@@ -112,6 +112,20 @@ class Corpus:
         }
 
 
+def read_corpus(
+    name_or_path: str | Path, *, data_dir: str | Path | None = None
+) -> tuple[Path, bytes]:
+    """The bytes of a text of any length but 0, and the file that they are from; see `load_corpus`.
+
+    Raises:
+        UserError: missing, unreadable, damaged or empty; the message names the path and the remedy.
+    """
+    name = str(name_or_path)
+    if name in KNOWN:
+        return KNOWN[name](Path(DATA_DIR if data_dir is None else data_dir))
+    return _read_local(name)
+
+
 def load_corpus(
     name_or_path: str | Path,
     *,
@@ -132,11 +146,7 @@ def load_corpus(
         UserError: missing, unreadable, damaged, empty or too short; the message names the path and
             the remedy.
     """
-    name = str(name_or_path)
-    if name in KNOWN:
-        path, content = KNOWN[name](Path(DATA_DIR if data_dir is None else data_dir))
-    else:
-        path, content = _read_local(name)
+    path, content = read_corpus(name_or_path, data_dir=data_dir)
     data = np.frombuffer(content, dtype=np.uint8).copy()
     digest = hashlib.sha256(data.data).hexdigest()
     known_as, description = _describe(data, digest, path)

@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 
-def refuse_several(command: str, instead: str) -> None:
+def refuse_several(command: str, instead: str = "start it without a launcher") -> None:
     """Raise a UserError if a launcher has started several processes of a command for one."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"{command} works in one process; {instead}")

@@ -20,8 +20,10 @@ from linear_rope.model import LanguageModel
 
 from . import checkpoint
 from .batches import bits_per_byte
-from .corpus import load_corpus
+from .corpus import load_corpus, read_corpus
+from .distributed import refuse_several
 from .errors import UserError
+from .flags import check_sizes
 from .masked import IGNORED
 from .objectives import CAUSAL, Objective, objective_named
 from .tasks import Model, evaluation_batches, make_config, make_model
@@ -185,11 +187,18 @@ def evaluate(
             SHA-256 as then.
         file: a file to measure whole, instead of a split.
         length: bytes in a window; None: as in training.
+
+    Raises:
+        UserError: the run, the corpus or the file cannot be read or is another one, or the text is
+            shorter than 2 bytes.
+        ValueError: a number that cannot be.
     """
+    refuse_several("evaluate")
+    check_sizes(length=length, batch_size=batch_size, limit=limit)
     trained = load_model(run, device)
     training = trained.config["training"]
     if file is not None:
-        data, what = load_corpus(file).bytes, str(file)
+        data, what = np.frombuffer(read_corpus(file)[1], dtype=np.uint8), str(file)
     else:
         loaded = load_corpus(
             corpus or training["corpus"], data_dir=data_dir or training["data_dir"]
@@ -200,6 +209,11 @@ def evaluate(
                 "differs); name the text to measure with --corpus or --file"
             )
         data, what = getattr(loaded, split), f"{split} split of {loaded.name}"
+    if len(data) < 2:
+        raise UserError(
+            f"{what} has {len(data)} byte, and a text is predicted from its second byte on only; "
+            "name one of at least 2 bytes"
+        )
     value = split_bits_per_byte(
         trained.model,
         data,

@@ -129,6 +129,8 @@ def plot(
         UserError: nothing to read, runs of two objectives, or nowhere to write.
         ValueError: smoothing outside [0, 1).
     """
+    if not 0 <= smoothing < 1:
+        raise ValueError(f"--smoothing must be at least 0 (none) and below 1, got {smoothing}")
     folders = [folders] if isinstance(folders, (str, Path)) else list(folders)
     runs = load_runs(folders)
     figure = curves_figure(runs, smoothing=smoothing, title=title)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from .flags import MOST_THREADS, check_seed, check_sizes, flag
 from .methods import DEFAULT_ARMS, Method
 from .objectives import objective_named
 
@@ -105,18 +106,20 @@ class Settings:
         wrap the sentence into a report of its own.
         """
         objective_named(self.objective)
-        at_least_one = (
+        counts = (
             *("layers", "dim", "heads", "features", "redraw_interval"),
             *("length", "batch_size", "micro_batch_size", "steps"),
             *("evaluate_every", "validation_bytes", "checkpoint_every"),
-            *("keep_checkpoints", "threads"),
+            "keep_checkpoints",
         )
-        for name in at_least_one:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{_flag(name)} must be at least 1, got {value}")
-        if self.threads is not None and self.threads > 1024:
-            raise ValueError(f"--threads must be at most 1024, got {self.threads}")
+        check_sizes(**{name: getattr(self, name) for name in counts})
+        check_sizes(most=MOST_THREADS, threads=self.threads)
+        if self.layers * self.dim**2 > 2**40:
+            raise ValueError(
+                f"--layers {self.layers} and --dim {self.dim} make a model of more than 10**12 "
+                "parameters; choose smaller ones"
+            )
+        check_seed("seed" if self.data_seed is None else "data_seed", self.seeds["data"])
         if self.dim % self.heads:
             raise ValueError(
                 f"--heads must divide --dim, got {self.heads} heads for width {self.dim}"
@@ -129,15 +132,19 @@ class Settings:
             raise ValueError(f"--learning-rate must be positive, got {self.learning_rate}")
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} must lie in [0, 1), got {getattr(self, name)}")
+                raise ValueError(f"{flag(name)} must lie in [0, 1), got {getattr(self, name)}")
         if not 0 <= self.final_learning_rate <= 1:
             raise ValueError(
                 "--final-learning-rate is a fraction of the highest rate and must lie in [0, 1], "
                 f"got {self.final_learning_rate}"
             )
-        for name in ("warmup", "weight_decay", "clip"):
+        if not 0 <= self.weight_decay < math.inf:
+            raise ValueError(
+                f"--weight-decay must not be negative, and finite, got {self.weight_decay}"
+            )
+        for name in ("warmup", "clip"):
             if not getattr(self, name) >= 0:
-                raise ValueError(f"{_flag(name)} must not be negative, got {getattr(self, name)}")
+                raise ValueError(f"{flag(name)} must not be negative, got {getattr(self, name)}")
 
     @property
     def seeds(self) -> dict[str, int]:
@@ -164,10 +171,6 @@ FREE_ON_RESUME = frozenset(
         *("tensorboard", "cpu", "threads"),
     }
 )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def model_fields(settings: Settings, method: Method) -> dict[str, object]:

@@ -18,10 +18,12 @@ from typing import Any
 import torch
 
 from linear_rope.model import LanguageModel
-from linear_rope.sampling import check_sampling, pick
+from linear_rope.sampling import pick
 
+from .distributed import refuse_several
 from .errors import UserError
 from .evaluate import load_language_model, longest_text
+from .flags import check_seed, check_sizes
 
 __all__ = ["read_prompt", "sample", "stream_text"]
 
@@ -81,7 +83,14 @@ def stream_text(
             an arm whose positions end; before anything is drawn.
         ValueError: impossible sampling options.
     """
-    check_sampling(temperature, top_k, top_p)
+    if not temperature >= 0:
+        raise ValueError(
+            f"--temperature must be at least 0 (always the likeliest), got {temperature}"
+        )
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"--top-p must lie in (0, 1], got {top_p}; leave it out to keep all bytes")
+    check_sizes(top_k=top_k)
+    check_seed("seed", seed)
     if length < 0:
         raise UserError(f"--length must not be negative, got {length}")
     model = load_language_model(run, device, "continue a text").model
@@ -158,6 +167,7 @@ def sample(
     **options: Any,
 ) -> None:
     """Print the prompt and its continuation while it is being drawn. Options: `stream_text`."""
+    refuse_several("sample")
     # Wrong options are found here: before anything is printed.
     for piece in stream_text(run, prompt, length, repeat=True, **options):
         # A terminal that is not UTF-8 gets question marks, not an error in the middle.

@@ -94,13 +94,25 @@ def make_sampler(
     """The batches of a run.
 
     Raises:
-        UserError: the text is too short to evaluate on.
-        ValueError: it is too short to train on, or the seed or the batch size is impossible.
+        UserError: the text is too short to evaluate or to train on, or the processes cannot share
+            a batch equally.
+        ValueError: the seed is impossible.
     """
     if len(corpus.valid) < 2:
         raise UserError(
             f"the validation split of {corpus.name} has {len(corpus.valid)} bytes, too few to "
             "evaluate on; use a longer text"
+        )
+    if len(corpus.train) < settings.length + 1:
+        raise UserError(
+            f"--length {settings.length:,} is too long: a window has one byte more, and the "
+            f"training split of {corpus.name} has {len(corpus.train):,}; use a longer text or a "
+            "smaller length"
+        )
+    if settings.batch_size % world:
+        raise UserError(
+            f"--batch-size {settings.batch_size} cannot be shared equally by {world} processes: "
+            f"choose a multiple of {world}"
         )
     return WindowSampler(
         corpus.train,
