@@ -45,9 +45,11 @@ from .flags import MOST_THREADS, check_sizes
 
 __all__ = ["Report", "compress", "decompress"]
 
-MAGIC = b"linear_rope text 1\n"
+MAGIC = b"linear_rope text 2\n"  # then a line of JSON, `Header`; the code; CRC-32 of all that
+_BEFORE = b"linear_rope text 1\n"
 MOST_STREAMS = 256
 MOST_BYTES = 2**40  # more would take years
+_SUM = 4  # bytes of the checksum
 _WINDOWS = 8  # in a stream, at least, where the number of streams is not given
 
 
@@ -59,7 +61,6 @@ class Header:
     sha256: str  # of the text
     streams: int
     window: int  # bytes that a state reads before it starts afresh
-    code_crc32: int  # of the compressed words
     model: str  # of the weights and the configuration
     probe: str  # of probabilities, as computed when compressing
     threads: int
@@ -139,7 +140,6 @@ def compress(
         sha256=hashlib.sha256(content).hexdigest(),
         streams=len(rows),
         window=window,
-        code_crc32=zlib.crc32(words),
         model=_fingerprint(trained),
         probe=probe,
         threads=threads,
@@ -147,8 +147,9 @@ def compress(
         native=_native(),
     )
     lines = MAGIC + json.dumps(asdict(header), separators=(",", ":")).encode() + b"\n"
-    checkpoint.replace_file(out, lines + words)
-    size, predicted = len(lines) + len(words), len(data) - len(rows)
+    sealed = seal(lines + words)
+    checkpoint.replace_file(out, sealed)
+    size, predicted = len(sealed), len(data) - len(rows)
     report = Report(
         text=len(data),
         file=size,
@@ -342,11 +343,21 @@ def _check_window(model: LanguageModel, window: int, rows: list[range]) -> None:
         )
 
 
+def seal(content: bytes) -> bytes:
+    """The content and its CRC-32, so that no bit of it can change unnoticed."""
+    return content + zlib.crc32(content).to_bytes(_SUM, "little")
+
+
 def _parse(file: Path) -> tuple[Header, np.ndarray]:
     content = _read(file)
+    if content.startswith(_BEFORE):
+        raise UserError(
+            f"{file} was written by an older version, whose checksum left out the header; read it "
+            "with that version, or compress the text again"
+        )
     if not content.startswith(MAGIC):
         raise UserError(f"{file} was not written by `python -m enwik8 compress`")
-    line, _, code = content[len(MAGIC) :].partition(b"\n")
+    line, _, code = content[len(MAGIC) : -_SUM].partition(b"\n")
     try:
         header = Header(**json.loads(line))
         sizes = (header.bytes + 1, header.streams + 1, header.window, header.threads)
@@ -354,7 +365,7 @@ def _parse(file: Path) -> tuple[Header, np.ndarray]:
         good = good and header.threads <= MOST_THREADS and max(sizes) <= MOST_BYTES
     except (ValueError, TypeError):
         good = False
-    if not good or len(code) % 4 or zlib.crc32(code) != header.code_crc32:
+    if seal(content[:-_SUM]) != content or not good or len(code) % 4:
         raise UserError(f"{file} is damaged (its header or its checksum is wrong)")
     return header, np.frombuffer(code, dtype="<u4").astype(np.uint32)
 

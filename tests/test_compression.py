@@ -132,7 +132,7 @@ def test_the_output_says_what_was_done(
     assert main(["decompress", run, str(code), str(out)]) == 0
     assert "700 bytes, SHA-256 as it was" in capsys.readouterr().out
     assert out.read_bytes() == file.read_bytes()
-    header = json.loads(code.read_bytes()[len(MAGIC) :].split(b"\n")[0])
+    header = header_of(code.read_bytes())
     assert header["streams"] == 4 and header["window"] == 16 and header["threads"] == 1
     assert header["torch"] == torch.__version__
 
@@ -162,6 +162,22 @@ def code(runs: Path, file: Path) -> Path:
     path = file.with_suffix(".code")
     compress(runs / "elu-rope", file, path)
     return path
+
+
+def header_of(code: bytes) -> dict[str, Any]:
+    return dict(json.loads(code[len(MAGIC) :].split(b"\n")[0]))
+
+
+def with_header(code: bytes, **changes: Any) -> bytes:
+    """A file with other values in its header, and the checksum of that."""
+    line, _, rest = code[len(MAGIC) : -4].partition(b"\n")
+    header = {**json.loads(line), **changes}
+    return compression.seal(MAGIC + json.dumps(header).encode() + b"\n" + rest)
+
+
+def resealed(code: bytes, old: bytes, new: bytes) -> bytes:
+    """The same with other words in the header."""
+    return compression.seal(code[:-4].replace(old, new))
 
 
 def refused(run: Path, code: Path, match: str) -> None:
@@ -195,7 +211,7 @@ def test_other_last_bits(runs: Path, code: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         compression, "_steps", lambda *a: ((t, n, p[:, ::-1].copy()) for t, n, p in real(*a))
     )
-    header = json.loads(code.read_bytes()[len(MAGIC) :].split(b"\n")[0])
+    header = header_of(code.read_bytes())
     monkeypatch.setattr(compression, "_probe", lambda *_: header["probe"])
     refused(runs / "elu-rope", code, r"is not the one that was compressed .*nothing was written")
 
@@ -203,12 +219,13 @@ def test_other_last_bits(runs: Path, code: Path, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("damage", "match"),
     [
+        (lambda b: b.replace(b"text 2", b"text 1"), "older version.*compress the text again"),
         (lambda b: b[:-4], r"is damaged \(its header"),
         (lambda b: b[:-1], r"is damaged \(its header"),
         (lambda b: b[:-9] + b"\0" + b[-8:], r"is damaged \(its header"),
-        (lambda b: b.replace(b'"streams":', b'"dreams":'), r"is damaged \(its header"),
-        (lambda b: b.replace(b'"streams":', b'"streams":-'), r"is damaged \(its header"),
-        (lambda b: b.replace(b'"bytes":', b'"bytes":"", "x":'), r"is damaged \(its header"),
+        (lambda b: resealed(b, b'"streams":', b'"dreams":'), r"is damaged \(its header"),
+        (lambda b: resealed(b, b'"streams":', b'"streams":-'), r"is damaged \(its header"),
+        (lambda b: resealed(b, b'"bytes":', b'"bytes":"", "x":'), r"is damaged \(its header"),
         (lambda b: b[: len(MAGIC) + 20], r"is damaged \(its header"),
         (lambda b: b[1:], "not written by"),
         (lambda b: b"", "not written by"),
@@ -219,6 +236,45 @@ def test_damaged_files(runs: Path, code: Path, damage: Any, match: str) -> None:
     code.write_bytes(damage(whole))
     assert code.read_bytes() != whole
     refused(runs / "elu-rope", code, match)
+
+
+@pytest.mark.parametrize("streams", [1, 3])
+def test_no_byte_can_change_unnoticed(runs: Path, file: Path, streams: int) -> None:
+    """Whichever bit of the file, the header's too, flips: refused before anything is decoded."""
+    file.write_bytes(b"the of and is with the of and" * 2)
+    code = file.with_suffix(".code")
+    compress(runs / "elu-rope", file, code, streams=streams)
+    whole = code.read_bytes()
+    for place in range(len(whole)):
+        for bit in range(8):
+            changed = bytearray(whole)
+            changed[place] ^= 1 << bit
+            code.write_bytes(changed)
+            with pytest.raises(UserError, match=r"is damaged|not written by|older version"):
+                compression._parse(code)
+    for cut in range(len(whole)):
+        code.write_bytes(whole[:cut])
+        with pytest.raises(UserError, match=r"is damaged|not written by"):
+            compression._parse(code)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"streams": 2}, {"streams": 60}, {"window": 5}, {"bytes": 57}, {"bytes": 59}),
+        *({"sha256": 64 * "0"}, {"model": 16 * "0"}, {"probe": 16 * "0"}, {"more": 1}),
+        *({"bytes": 0}, {"bytes": -1}, {"streams": 0}, {"window": 0}, {"threads": 0}),
+    ],
+)
+def test_a_header_that_says_something_else_gives_no_wrong_text(
+    runs: Path, file: Path, changes: dict[str, Any]
+) -> None:
+    """Not damage, which the checksum tells, but another header that is whole."""
+    file.write_bytes(b"the of and is with the of and" * 2)
+    code = file.with_suffix(".code")
+    compress(runs / "elu-rope", file, code, streams=1)
+    code.write_bytes(with_header(code.read_bytes(), **changes))
+    refused(runs / "elu-rope", code, ".")
 
 
 def test_masked_models_compress_nothing(runs: Path, file: Path, tmp_path: Path) -> None:
@@ -288,9 +344,8 @@ def test_only_files_of_ones_own_are_replaced(runs: Path, file: Path, tmp_path: P
 def test_sizes_that_no_machine_has(runs: Path, file: Path, code: Path) -> None:
     with pytest.raises(ValueError, match="--threads must be at most 1024, got 100000"):
         compress(runs / "elu-rope", file, file.with_name("new"), threads=100_000)
-    line, _, rest = code.read_bytes()[len(MAGIC) :].partition(b"\n")
+    whole = code.read_bytes()
     for name, value in (("threads", 10**12), ("bytes", 10**15)):
-        header = {**json.loads(line), name: value}
-        code.write_bytes(MAGIC + json.dumps(header).encode() + b"\n" + rest)
+        code.write_bytes(with_header(whole, **{name: value}))
         with pytest.raises(UserError, match="is damaged"):
             decompress(runs / "elu-rope", code, file.with_name("new"))
