@@ -5,6 +5,7 @@ The equation, and who uses this, is in `linear_rope.parallel`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,6 +27,9 @@ __all__ = [
     "total_decay",
     "unpack",
 ]
+
+
+_TYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 def pack(piece: AttentionState, decay: Tensor) -> Tensor:
@@ -107,21 +111,36 @@ def count(
     state: Any,
     group: Any,
     device: torch.device | str | None,
-    shape: tuple[int, ...] = (),
+    alike: Mapping[str, int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Positions of this rank's first tokens, and of those after the last rank's: (batch,) int64.
 
-    Of one element, for all rows, without mask and state. `shape` is what all ranks must have alike.
+    Of one element, for all rows, without mask and state.
+
+    Args:
+        alike: sizes, by their names, that all ranks must have alike.
+        dtype: of what the ranks compute with, likewise. They exchange numbers of one type only.
+
+    Raises:
+        ValueError: torch.distributed is not initialized, or the ranks do not agree; on each rank.
     """
     rank, _ = place(group)
-    rows = 0 if key_mask is None else len(key_mask)
-    header = torch.tensor([length, rows, *shape], dtype=torch.int64, device=device)
+    compared = {"rows of the key_mask": 0 if key_mask is None else len(key_mask), **(alike or {})}
+    if dtype is not None:
+        compared["element type"] = _TYPES.index(dtype) if dtype in _TYPES else len(_TYPES)
+    header = torch.tensor([length, *compared.values()], dtype=torch.int64, device=device)
     headers = _gather(header, group)
     if can_read(headers) and bool((headers[:, 1:] != header[1:]).any()):
+        rows = headers[:, 1:].tolist()
+        if dtype is not None:
+            types = (*(str(each).removeprefix("torch.") for each in _TYPES), "another")
+            rows = [[*row[:-1], types[row[-1]]] for row in rows]
+        names = ", ".join(compared)
         raise ValueError(
-            "all ranks must agree in batch, key heads, widths and whether there is a key_mask; "
-            f"they have (rows of the mask, batch, key heads, width of k, of v) = "
-            f"{[tuple(row) for row in headers[:, 1:].tolist()]}"
+            f"all ranks must agree; by rank, ({names}) = "
+            f"{', '.join('(' + ', '.join(map(str, row)) + ')' for row in rows)}: give every rank a "
+            "piece of the same sequences"
         )
     counts = headers[:, :1]
     if key_mask is not None:

@@ -81,7 +81,7 @@ def linear_attention(
 
     What is exchanged: W = ranks, each sends
     batch x key heads x (features x (value width + 1) + 2) numbers of at least float32 to W - 1
-    others, and the same again in the backward pass; and, without `positions`, 6 integers (batch + 6
+    others, and the same again in the backward pass; and, without `positions`, 7 integers (batch + 7
     with a `key_mask`). This does not grow with the length. The piece is read twice, first for its
     state, with one query head a key head: attention takes twice the time of one process on that
     piece, or 1.5 times with four query heads a key head.
@@ -124,8 +124,10 @@ def linear_attention(
     }
     after = None
     if positions is None:
-        shape = (k.shape[0], k.shape[1], k.shape[3], v.shape[3])
-        first, after = count(k.shape[2], key_mask, state, group, k.device, shape)
+        names = ("batch", "key heads", "width of k", "width of v")
+        sizes = (k.shape[0], k.shape[1], k.shape[3], v.shape[3])
+        alike = dict(zip(names, sizes, strict=True))
+        first, after = count(k.shape[2], key_mask, state, group, k.device, alike, k.dtype)
         positions = first[0] if key_mask is None and state is None else first[:, None]
     length, at = k.shape[2], positions
     if length:
@@ -191,7 +193,14 @@ def first_positions(
     Raises:
         ValueError: torch.distributed is not initialized.
     """
-    first, _ = count(length, key_mask, state, group, device)
+    return _first(length, key_mask, state, group, device)
+
+
+def _first(
+    length: int, key_mask: Tensor | None, state: Any, group: Any, device: Any, **compared: Any
+) -> Tensor:
+    """`first_positions`, after the ranks have compared what they have; see `count`."""
+    first, _ = count(length, key_mask, state, group, device, **compared)
     return first[0] if key_mask is None and state is None else first[:, None]
 
 
@@ -230,7 +239,10 @@ def sequence_parallel(module: nn.Module, group: Any = None) -> Iterator[None]:
             (layer, "attend", partial(_attend, group=group)),
             (layer, "forward", partial(_forward, layer.forward, group)),
         ]
-    replaced += [(stack, "_run", partial(_run, stack._run, group)) for stack in stacks]
+    replaced += [
+        (stack, "_run", partial(_run, stack._run, group, stack.embedding.weight))
+        for stack in stacks
+    ]
     for owner, name, _ in replaced:
         if name in vars(owner):
             raise ValueError("sequence_parallel is on already for this module; leave it first")
@@ -271,12 +283,14 @@ def _forward(forward: Callable[..., Any], group: Any, x: Tensor, *args: Any, **g
     if args or given.get("context") is not None:
         raise ValueError("a sequence over several ranks attends to itself; leave out the context")
     if given.get("positions") is None:
-        given["positions"] = first_positions(
+        given["positions"] = _first(
             x.shape[1],
-            group=group,
-            key_mask=given.get("key_mask"),
-            state=given.get("state"),
-            device=x.device,
+            given.get("key_mask"),
+            given.get("state"),
+            group,
+            x.device,
+            alike={"batch": x.shape[0], "dim": x.shape[2]},
+            dtype=x.dtype,
         )
     return forward(x, **given)
 
@@ -284,6 +298,7 @@ def _forward(forward: Callable[..., Any], group: Any, x: Tensor, *args: Any, **g
 def _run(
     run: Callable[..., Any],
     group: Any,
+    weight: Tensor,  # the embedding's, in the type that the model computes with
     tokens: Tensor,
     key_mask: Tensor | None,
     positions: int | Tensor | None,
@@ -294,8 +309,15 @@ def _run(
 ) -> Any:
     """A model's pass through its layers, likewise."""
     if positions is None:
-        positions = first_positions(
-            tokens.shape[1], group=group, key_mask=key_mask, state=state, device=tokens.device
+        alike = {"batch": tokens.shape[0], "dim": weight.shape[-1]}
+        positions = _first(
+            tokens.shape[1],
+            key_mask,
+            state,
+            group,
+            tokens.device,
+            alike=alike,
+            dtype=weight.dtype,
         )
     return run(tokens, key_mask, positions, segment_ids, cu_seqlens, state, return_state)
 

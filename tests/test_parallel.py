@@ -324,6 +324,28 @@ def refusals(rank: int, world: int) -> list[str]:
         parallel.linear_attention(y, y, y)
 
     refused("widths", of_another_width, "width", "10")
+
+    def in_another_type(what: Any) -> None:
+        for odd in (torch.float64, torch.bfloat16):
+            types = ("float32", str(odd)[6:])
+            mine = odd if rank == world - 1 else torch.float32
+            refused(f"{what} in {odd}", lambda mine=mine: what(mine), "element type", *types)
+
+    def plain(dtype: torch.dtype) -> None:
+        parallel.linear_attention(*[x.to(dtype)] * 3)
+
+    def a_layer(dtype: torch.dtype) -> None:
+        layer = RotaryLinearAttention(8, 2).to(dtype)
+        with parallel.sequence_parallel(layer):
+            layer(x[0].to(dtype))
+
+    def a_model(dtype: torch.dtype) -> None:
+        model = LanguageModel(Config(vocab_size=13, dim=16, layers=1, heads=2)).to(dtype)
+        with parallel.sequence_parallel(model):
+            model(torch.zeros(1, 4, dtype=torch.int64))
+
+    for what in (plain, a_layer, a_model):
+        in_another_type(what)
     other = dist.new_group([world - 1])
     if rank < world - 1:
         refused("another group", lambda: call(group=other), "not in the given group")
@@ -355,7 +377,7 @@ def counted_bytes(rank: int, world: int) -> list[str]:
     finally:
         dist.all_gather, dist.all_to_all_single = gather, exchange
     state = 3 * 2 * (8 * (5 + 1) + 2) * 4
-    want = [6 * 8, state, state]
+    want = [7 * 8, state, state]
     return [f"{n} tokens: {sent}, not {want}" for n, sent in sizes.items() if sent != want]
 
 
