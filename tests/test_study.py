@@ -18,6 +18,7 @@ from enwik8.statistics import t_quantile
 from enwik8.study.estimate import parameters
 from enwik8.study.plan import changes, parse, slug
 from enwik8.study.presets import STUDIES
+from enwik8.study.report import _condition
 from enwik8.study.results import fairness, load_results
 from enwik8.study.speeds import read_speeds
 from enwik8.study.tables import conditions
@@ -286,6 +287,30 @@ def test_equal_time_is_that_of_the_baseline(text: str, tmp_path: Path) -> None:
         assert rope.timely_difference.count == 3
     (found,) = conditions(plan, results, {"length=9": {"elu-rope": [1.0]}})  # of other settings
     assert all(row.alone is None and row.timely is None for row in found.rows)
+
+
+def test_rates_of_a_few_steps_are_said_to_be_loose(text: str, tmp_path: Path) -> None:
+    curves = {
+        f"{arm} {rate}": [3.0, 2.5, 2.0]
+        for arm in ("elu-none", "elu-rope")
+        for rate in ("0.001", "0.004")
+    }
+    plan, results = study_by_hand(text, tmp_path, curves)
+    # Half of the interval of three rates is 4.303 / sqrt(3) times their deviation.
+    for low, warned in ((190.0, False), (188.5, True)):
+        wide = [low, 196.0, 392.0 - low]
+        speeds = {"base": {"elu-none": [196.0, 196.0, 196.0], "elu-rope": wide}}
+        (found,) = conditions(plan, results, speeds)
+        said = [
+            line
+            for part in _condition(found, (), "bits")
+            if isinstance(part, list)
+            for line in part
+        ]
+        loose = [line for line in said if "Loose rates" in line]
+        assert len(loose) == warned, (low, said)
+        share = 4.303 / math.sqrt(3) * (196.0 - low) / 196.0
+        assert not warned or f"Loose rates: elu-rope ± {share:.1%} (over" in loose[0]
 
 
 def test_damaged_speeds_are_named_and_left(tmp_path: Path) -> None:

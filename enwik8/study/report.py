@@ -27,6 +27,8 @@ from .tables import ArmRow, Condition, conditions, runs_csv, table_csv
 
 __all__ = ["report"]
 
+LOOSE = 0.1  # half of a rate's 95 % interval, as a share of the rate, that is worth a warning
+
 Part = str | Table | Picture | list[str]
 
 
@@ -122,6 +124,7 @@ def _condition(each: Condition, factors: Sequence[int], unit: str) -> Iterator[P
     if any(row.alone is not None for row in each.chosen):
         yield "### Equal time"
         yield _time_table(each, unit)
+        yield _loose_rates(each)
     if any(row.long(factor) is not None for row in each.chosen for factor in factors):
         yield "### Longer windows than in training"
         yield _long_table(each, factors, unit)
@@ -149,6 +152,23 @@ def _time_table(each: Condition, unit: str) -> Table:
             )
         )
     return Table(names, tuple(rows))
+
+
+def _loose_rates(each: Condition) -> list[str]:
+    """A warning, where too little was timed for the losses at equal time to mean much."""
+    loose = {
+        row.arm: row.alone.half / row.alone.mean
+        for row in each.chosen
+        if row.alone is not None and row.alone.half > LOOSE * row.alone.mean
+    }
+    if not loose:
+        return []
+    arms = ", ".join(f"{arm} ± {share:.1%}" for arm, share in loose.items())
+    return [
+        f"**Loose rates: {arms} (over {LOOSE:.0%}). Their losses at equal time, and all of them if "
+        "the baseline is among these, are known no better; more steps (`--report-only "
+        "--measure-speed`) with nothing else on the machine tell more.**"
+    ]
 
 
 def _findings(each: Condition, unit: str) -> list[str]:
