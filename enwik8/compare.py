@@ -29,9 +29,10 @@ from .objectives import Objective, objective_named
 from .plot import plot
 from .presets import Settings, model_fields
 from .record import training_record, versions
+from .run import make_sampler
 from .summary import summarize, verdict
 from .tasks import ModelConfig, make_config, make_model
-from .train import RunResult, make_sampler, train
+from .train import RunResult, train
 
 __all__ = ["check_fair", "compare", "unfair"]
 

@@ -11,12 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
-from enwik8 import train as training
+from enwik8.interrupt import Interrupted
 from enwik8.presets import Settings
+from enwik8.run import Run
+from enwik8.train import train
 
 FSDP = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 
@@ -91,20 +94,50 @@ def engine(**environment: str) -> Iterator[None]:
 @contextmanager
 def before_step(step: int, action: Callable[[], None]) -> Iterator[None]:
     """Within it this process does something of its own before a training step."""
-    run = training._Run
-    plain = run.train_step
+    plain = Run.train_step
 
     def watched(self: Any) -> Any:
         if self.step + 1 == step:
             action()
         return plain(self)
 
-    run.train_step = watched  # type: ignore[method-assign]
+    Run.train_step = watched  # type: ignore[method-assign]
     try:
         yield
     finally:
-        run.train_step = plain  # type: ignore[method-assign]
+        Run.train_step = plain  # type: ignore[method-assign]
 
 
 def terminate_me() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def late_evaluation(rank: int, text: Path, arm: str, out: Path, **environment: str) -> None:
+    """A run of which an evaluation is due first when it is resumed, since its interval has changed;
+    a signal to the second process comes in the middle of that. Then the rest of it."""
+    rarely = tiny(text, evaluate_every=100)
+    stop = before_step(3, terminate_me if rank == 1 else lambda: None)
+    with engine(**environment), stop, pytest.raises(Interrupted):
+        train(rarely, arm, out)
+    torch.distributed.barrier()  # the first one has written it
+    plain, evaluated = Run.validate, []
+
+    def validate(self: Run, interrupt: Any, report: Any) -> str:
+        def signalled(share: float) -> None:
+            report(share)
+            if rank == 1 and not evaluated:
+                terminate_me()
+            evaluated.append(share)
+
+        return plain(self, interrupt, signalled)
+
+    Run.validate = validate  # type: ignore[method-assign]
+    try:
+        with engine(**environment), pytest.raises(Interrupted, match="after step 3 of 6"):
+            train(tiny(text), arm, out, resume=True)
+    finally:
+        Run.validate = plain  # type: ignore[method-assign]
+    assert len(evaluated) > 1 and evaluated[-1] == 1.0, evaluated  # to its end, on both
+    torch.distributed.barrier()
+    with engine(**environment):
+        train(tiny(text), arm, out, resume=True)

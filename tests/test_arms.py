@@ -26,8 +26,9 @@ from enwik8.objectives import CAUSAL, MLM
 from enwik8.optimizer import make_optimizer
 from enwik8.performer import PerformerConfig, PerformerModel
 from enwik8.presets import Settings, model_fields
+from enwik8.run import make_sampler
 from enwik8.tasks import make_config, make_model, training_batch
-from enwik8.train import make_sampler, train
+from enwik8.train import train
 from enwik8.windows import evaluate_windows
 from linear_rope import Permute, SoftmaxAttention
 
@@ -201,7 +202,7 @@ def test_runs_stop_resume_and_are_measured(
 
     monkeypatch.setattr(PerformerModel, "__init__", soon)
     whole = train(tiny, "performer-lm", tmp_path / "whole")
-    plain = training._Run.train_step
+    plain = training.Run.train_step
     done: list[int] = []
 
     def interrupted(run: Any) -> dict[str, str]:
@@ -211,7 +212,7 @@ def test_runs_stop_resume_and_are_measured(
             os.kill(os.getpid(), signal.SIGINT)
         return row
 
-    monkeypatch.setattr(training._Run, "train_step", interrupted)
+    monkeypatch.setattr(training.Run, "train_step", interrupted)
     with pytest.raises(Interrupted):
         train(tiny, "performer-lm", tmp_path / "parts")
     parts = train(tiny, "performer-lm", tmp_path / "parts", resume=True)

@@ -121,16 +121,16 @@ def test_finished_arms_are_skipped_and_interrupted_ones_resumed(
     tmp_path: Path, tiny: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compare(tiny, tmp_path / "whole")
-    real, steps = training._Run.train_step, []
+    real, steps = training.Run.train_step, []
 
-    def train_step(self: training._Run) -> dict[str, str]:
+    def train_step(self: training.Run) -> dict[str, str]:
         row = real(self)
         steps.append(self.step)
         if len(steps) == 8:  # the second arm's second step
             os.kill(os.getpid(), signal.SIGINT)
         return row
 
-    monkeypatch.setattr(training._Run, "train_step", train_step)
+    monkeypatch.setattr(training.Run, "train_step", train_step)
     with pytest.raises(Interrupted, match="elu-rope, seed 0: stopped after step 2") as stopped:
         compare(tiny, tmp_path / "parts")
     assert stopped.value.exit_code == 130

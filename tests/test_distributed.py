@@ -22,7 +22,8 @@ import linear_rope
 from enwik8 import train as training
 from enwik8.errors import UserError
 from enwik8.interrupt import Interrupted
-from enwik8.train import accumulate_gradient, train
+from enwik8.run import accumulate_gradient, make_sampler
+from enwik8.train import train
 
 ROOT = Path(__file__).resolve().parent.parent
 ARM = "favor-rope"
@@ -93,6 +94,7 @@ def dense(rank: int, folder: Path, text: Path) -> None:
     torch.distributed.barrier()
     with engine():
         train(tiny(text), ARM, folder / "halves", resume=True)
+    ranks.late_evaluation(rank, text, ARM, folder / "late")
     with engine():
         averaged(rank, folder)
 
@@ -162,6 +164,10 @@ def test_a_signal_to_one_process_ends_both_and_the_run_goes_on_bit_by_bit(folder
     assert_same_run(folder / "halves", folder / "dense", 0.0)
 
 
+def test_a_signal_in_an_evaluation_that_was_due_before_hangs_nobody(folder: Path) -> None:
+    assert_same_run(folder / "late", folder / "dense", 0.0)
+
+
 def test_random_features_agree_over_ranks_and_only_the_first_process_writes(folder: Path) -> None:
     first, second = (torch.load(folder / f"seen-{rank}.pt") for rank in range(2))
     assert len(first["drawn"]) == 6
@@ -185,9 +191,7 @@ def test_another_number_of_processes_is_refused(folder: Path) -> None:
         train(tiny(text), ARM, folder / "dense", resume=True)
     assert (folder / "dense" / "checkpoint.pt").read_bytes() == before
     with pytest.raises(ValueError, match="choose a multiple of 2"):
-        training.make_sampler(
-            tiny(text, batch_size=3), training.load_corpus(str(text)), rank=0, world=2
-        )
+        make_sampler(tiny(text, batch_size=3), training.load_corpus(str(text)), rank=0, world=2)
 
 
 def test_processes_at_different_steps_are_refused(folder: Path) -> None:

@@ -163,7 +163,7 @@ def test_files_of_a_few_bytes(
     assert code == 0
     tokens = torch.tensor(list(content))[None]
     with torch.no_grad():
-        logits = load_model(run).model(tokens[:, :16])
+        logits = load_model(Path(run)).model(tokens[:, :16])
         nats = -logits.log_softmax(-1)[0].gather(1, tokens[0, 1:17, None])[: len(content) - 1]
     if len(content) <= 17:  # one window
         assert f"{float(nats.mean()) / math.log(2):.4f} bits" in capsys.readouterr().out

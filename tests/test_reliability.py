@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
 import os
@@ -14,23 +13,19 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-import torch
+from run_files import rows, same_runs, tiny_run
 from study_files import make_text
 from study_files import tiny as tiny_study
 
 from enwik8 import checkpoint
 from enwik8.__main__ import main
-from enwik8.errors import UserError
-from enwik8.evaluate import load_model
 from enwik8.presets import Settings
 from enwik8.train import train
 
 ROOT = Path(__file__).parent.parent
-TIMING = ("seconds", "tokens_per_second")
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
 
@@ -42,39 +37,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def tiny(text: str) -> Settings:
-    return Settings(
-        corpus=text,
-        layers=1,
-        dim=16,
-        heads=2,
-        length=16,
-        batch_size=4,
-        steps=12,
-        warmup=3,
-        evaluate_every=5,
-        validation_bytes=100,
-        checkpoint_every=3,
-        threads=1,
-        cpu=True,
-    )
-
-
-def rows(folder: Path) -> list[dict[str, str]]:
-    with open(folder / "metrics.csv", newline="") as file:
-        return [{k: v for k, v in row.items() if k not in TIMING} for row in csv.DictReader(file)]
-
-
-def same_runs(whole: Path, parts: Path) -> None:
-    """Bit-equal logs (but for times), weights, optimizer states and counters."""
-    assert rows(whole) == rows(parts)
-    one, two = (torch.load(folder / checkpoint.NAME) for folder in (whole, parts))
-    for name in ("step", "tokens", "batch_hash"):
-        assert one[name] == two[name], name
-    for name, value in one["model"].items():
-        assert torch.equal(value, two["model"][name]), name
-    for index, state in one["optimizer"]["state"].items():
-        for name, value in state.items():
-            assert torch.equal(value, two["optimizer"]["state"][index][name]), (index, name)
+    return tiny_run(text)
 
 
 def run_program(
@@ -97,8 +60,7 @@ def run_program(
 _KILLER = """
     import dataclasses, json, os, random, signal, sys, time
     from pathlib import Path
-    import torch
-    from enwik8 import checkpoint
+        from enwik8 import checkpoint
     from enwik8.presets import Settings
     from enwik8.train import train
 
@@ -237,8 +199,7 @@ def test_three_kills_of_a_study_change_nothing(text: str, tmp_path: Path) -> Non
 _FULL = """
     import json, os, subprocess, sys
     from pathlib import Path
-    import torch
-    from enwik8 import checkpoint
+        from enwik8 import checkpoint
     from enwik8 import train as training
     from enwik8.__main__ import main
 
@@ -258,14 +219,14 @@ _FULL = """
                 except OSError:
                     pass
 
-    real, filled = training._Run.train_step, []
+    real, filled = training.Run.train_step, []
     def train_step(self):
         row = real(self)
         if self.step == full_at and not filled:
             filled.append(True)
             fill()
         return row
-    training._Run.train_step = train_step
+    training.Run.train_step = train_step
 
     def state():
         return {p.name: p.read_bytes() for p in out.iterdir() if p.name != ".lock"}
@@ -327,111 +288,3 @@ def test_a_disk_that_fills_up_costs_nothing_but_time(
         assert len(errors) == 1 and "No space left" in errors[0] and "Traceback" not in said, said
     assert named in first
     same_runs(whole, Path(f"{whole}-parts"))
-
-
-# --- damage ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "damage", "named"),
-    [
-        ("metrics.csv", lambda b: b.replace(b"\n4,", b"\n4\0,"), "metrics.csv"),
-        (
-            "metrics.csv",
-            lambda b: b.replace(b"\n4,", b"\n4" + 200_000 * b"4"),
-            ", line 5, is damaged",
-        ),
-        ("metrics.csv", lambda b: b[: len(b) // 2], "does not hold the rows"),
-        ("metrics.csv", lambda b: b.replace(b"\n4,", b"\nfour,"), "does not hold the rows"),
-        ("metrics.csv", lambda b: b.replace(b"step,", b"stop,"), "columns"),
-        ("metrics.csv", lambda b: b"", "does not hold the rows"),
-        ("checkpoint.pt", lambda b: b[:-1000], "checkpoint.pt is damaged"),
-        ("checkpoint.pt", lambda b: b[:2000] + bytes(500) + b[2500:], "checkpoint.pt"),
-        ("checkpoint.pt", lambda b: b"", "checkpoint.pt is damaged"),
-    ],
-)
-def test_damaged_files_are_named_and_left_untouched(
-    tmp_path: Path, tiny: Settings, name: str, damage: Any, named: str
-) -> None:
-    train(tiny, "elu-rope", tmp_path)
-    whole = (tmp_path / name).read_bytes()
-    damaged = damage(whole)
-    assert damaged != whole
-    (tmp_path / name).write_bytes(damaged)
-    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
-    with pytest.raises(UserError, match=named) as refused:
-        train(tiny, "elu-rope", tmp_path, resume=True)
-    assert str(tmp_path / name) in str(refused.value)
-    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
-
-
-# --- several checkpoints --------------------------------------------------------------------------
-
-
-def steps_kept(folder: Path) -> list[int]:
-    """The steps inside the kept checkpoints, the newest last; their names say the same."""
-    for step, path in checkpoint.older(folder):
-        assert checkpoint.load(path)["step"] == step
-    paths = [path for _, path in checkpoint.older(folder)] + [folder / checkpoint.NAME]
-    return [checkpoint.load(path)["step"] for path in paths]
-
-
-@pytest.mark.parametrize("links", [True, False])
-def test_the_last_checkpoints_are_kept(
-    tmp_path: Path, tiny: Settings, monkeypatch: pytest.MonkeyPatch, links: bool
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("Operation not permitted")
-
-    if not links:
-        monkeypatch.setattr(os, "link", refuse)
-    run = tmp_path / "run"
-    train(dataclasses.replace(tiny, keep_checkpoints=3), "elu-rope", run)
-    assert steps_kept(run) == [6, 9, 12]
-    assert not list(run.glob("*.part"))
-    train(dataclasses.replace(tiny, keep_checkpoints=9), "elu-rope", run, overwrite=True)
-    assert steps_kept(run) == [3, 6, 9, 12]
-    train(tiny, "elu-rope", tmp_path / "one")
-    assert steps_kept(tmp_path / "one") == [12]
-    # Started again, nothing is left of the run before, and nothing else is touched.
-    (run / "notes.txt").write_text("mine")
-    train(dataclasses.replace(tiny, steps=2), "elu-rope", run, overwrite=True)
-    assert steps_kept(run) == [2] and (run / "notes.txt").exists()
-
-
-def test_a_damaged_checkpoint_leaves_the_one_before(tmp_path: Path, tiny: Settings) -> None:
-    settings = dataclasses.replace(tiny, keep_checkpoints=2)
-    train(settings, "elu-rope", tmp_path / "whole")
-    train(settings, "elu-rope", tmp_path / "run")
-    newest = tmp_path / "run" / checkpoint.NAME
-    newest.write_bytes(newest.read_bytes()[:-1000])
-    remedy = r"checkpoint\.pt is damaged.*move it away, and --resume goes on from checkpoint-9\.pt"
-    with pytest.raises(UserError, match=remedy):
-        train(settings, "elu-rope", tmp_path / "run", resume=True)
-    newest.rename(tmp_path / "damaged.pt")
-    assert load_model(tmp_path / "run").step == 9
-    with pytest.raises(UserError, match="holds a run already"):
-        train(settings, "elu-rope", tmp_path / "run")
-    train(settings, "elu-rope", tmp_path / "run", resume=True)
-    same_runs(tmp_path / "whole", tmp_path / "run")
-    assert steps_kept(tmp_path / "run") == [9, 12]
-
-
-def test_an_old_checkpoint_goes_only_after_the_new_one_is_there(
-    tmp_path: Path, tiny: Settings, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, calls = os.replace, 0
-
-    def replace(source: Any, target: Any) -> None:
-        nonlocal calls
-        if Path(target).name == checkpoint.NAME:
-            calls += 1
-            if calls == 4:
-                raise OSError("Input/output error")
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(UserError, match="is intact"):
-        train(dataclasses.replace(tiny, keep_checkpoints=2), "elu-rope", tmp_path)
-    # The third has its second name already, and the second one is still there.
-    assert steps_kept(tmp_path) == [6, 9, 9]

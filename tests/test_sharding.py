@@ -17,13 +17,14 @@ from torch.distributed.tensor import DTensor
 from enwik8.errors import UserError
 from enwik8.evaluate import load_model, split_bits_per_byte
 from enwik8.interrupt import Interrupted
-from enwik8.train import _Run, load_corpus, train
+from enwik8.run import Run
+from enwik8.train import load_corpus, train
 
 
 def sharded(rank: int, folder: Path, text: Path) -> None:
     """A whole run, one in two halves, and one that begins in parts and ends undivided."""
     seen: list[bool] = []
-    plain = _Run.state
+    plain = Run.state
 
     def watched(self: Any) -> Any:
         names = [name for name, _ in self.module.named_parameters()]
@@ -33,10 +34,10 @@ def sharded(rank: int, folder: Path, text: Path) -> None:
         seen.append(all(name.startswith("FSDP") for name in units))
         return plain(self)
 
-    _Run.state = watched  # type: ignore[method-assign]
+    Run.state = watched  # type: ignore[method-assign]
     with engine(**FSDP):
         train(tiny(text), ARM, folder / "parts")
-    _Run.state = plain  # type: ignore[method-assign]
+    Run.state = plain  # type: ignore[method-assign]
     assert seen == [True] * 6, seen
     for name, first, second in (("halves", FSDP, FSDP), ("mixed", FSDP, {}), ("turned", {}, FSDP)):
         stop = before_step(3, terminate_me if rank == 1 else lambda: None)
@@ -46,6 +47,7 @@ def sharded(rank: int, folder: Path, text: Path) -> None:
         assert torch.load(folder / name / "checkpoint.pt")["step"] == 3
         with engine(**second):
             train(tiny(text), ARM, folder / name, resume=True)
+    ranks.late_evaluation(rank, text, ARM, folder / "late", **FSDP)
     old, refused = {**FSDP, "FSDP_VERSION": "1"}, pytest.raises(UserError, match="fsdp_version 2")
     with engine(**old), refused:
         train(tiny(text), ARM, folder / "old")
@@ -65,8 +67,9 @@ def test_parts_train_as_one_process_also_after_a_signal(folder: Path, run: str) 
     assert_same_run(folder / run, folder / "one", TOLERANCE)
 
 
-def test_two_halves_are_the_whole_bit_by_bit(folder: Path) -> None:
-    assert_same_run(folder / "halves", folder / "parts", 0.0)
+@pytest.mark.parametrize("run", ["halves", "late"])
+def test_two_halves_are_the_whole_bit_by_bit(folder: Path, run: str) -> None:
+    assert_same_run(folder / run, folder / "parts", 0.0)
 
 
 def test_one_process_reads_the_checkpoint(folder: Path) -> None:

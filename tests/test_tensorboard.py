@@ -80,14 +80,14 @@ def logged(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    real = training._Run.train_step
+    real = training.Run.train_step
 
-    def train_step(self: training._Run) -> dict[str, str]:
+    def train_step(self: training.Run) -> dict[str, str]:
         if self.step == step:
             raise MemoryError
         return real(self)
 
-    monkeypatch.setattr(training._Run, "train_step", train_step)
+    monkeypatch.setattr(training.Run, "train_step", train_step)
 
 
 def test_curves_are_those_of_the_log(tmp_path: Path, tiny: Settings) -> None:
@@ -129,14 +129,14 @@ def test_an_evaluation_that_was_interrupted_is_added(
 ) -> None:
     from enwik8.interrupt import Interrupted
 
-    real = training._Run.validate
+    real = training.Run.validate
 
-    def validate(self: training._Run, interrupt: Interrupt, report: Any) -> str:
+    def validate(self: training.Run, interrupt: Interrupt, report: Any) -> str:
         interrupt.signum = 15
         return real(self, interrupt, report)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training._Run, "validate", validate)
+        patch.setattr(training.Run, "validate", validate)
         with pytest.raises(Interrupted):
             train(tiny, "elu-rope", tmp_path / "run")
     assert "validation_bits_per_byte" not in points(tmp_path / "run")

@@ -20,6 +20,7 @@ import torch
 from accelerate import Accelerator
 
 from enwik8 import checkpoint, metrics, run_folder
+from enwik8 import run as running
 from enwik8 import train as training
 from enwik8.errors import UserError
 from enwik8.evaluate import load_model
@@ -28,8 +29,9 @@ from enwik8.objectives import CAUSAL, objective_named
 from enwik8.optimizer import learning_rate, make_optimizer
 from enwik8.presets import PRESETS, Settings, model_fields
 from enwik8.progress import ProgressBar
+from enwik8.run import accumulate_gradient
 from enwik8.tasks import make_model
-from enwik8.train import accumulate_gradient, train
+from enwik8.train import train
 from linear_rope.model import Config, LanguageModel
 
 TIMING = ("seconds", "tokens_per_second")
@@ -74,15 +76,15 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 def at_step(monkeypatch: pytest.MonkeyPatch, step: int, action: Callable[[], object]) -> None:
     """Do something inside the training step of that number."""
-    real = training._Run.train_step
+    real = training.Run.train_step
 
-    def train_step(self: training._Run) -> dict[str, str]:
+    def train_step(self: training.Run) -> dict[str, str]:
         row = real(self)
         if self.step == step:
             action()
         return row
 
-    monkeypatch.setattr(training._Run, "train_step", train_step)
+    monkeypatch.setattr(training.Run, "train_step", train_step)
 
 
 def kill(signum: int) -> Callable[[], None]:
@@ -285,14 +287,14 @@ def test_signal_during_an_evaluation_leaves_no_hole(
     tmp_path: Path, tiny: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tiny, "elu-rope", tmp_path / "whole")
-    real = training._Run.validate
+    real = training.Run.validate
 
-    def validate(self: training._Run, interrupt: Any, report: Any) -> str:
+    def validate(self: training.Run, interrupt: Any, report: Any) -> str:
         os.kill(os.getpid(), signal.SIGINT)
         return real(self, interrupt, report)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training._Run, "validate", validate)
+        patch.setattr(training.Run, "validate", validate)
         with pytest.raises(Interrupted):
             train(tiny, "elu-rope", tmp_path / "parts")
     assert rows(tmp_path / "parts")[-1]["validation_bits_per_byte"] == ""
@@ -309,7 +311,7 @@ def test_signal_during_an_evaluation_leaves_no_hole(
 def test_loss_that_is_not_finite_stops_the_run(
     tmp_path: Path, tiny: Settings, monkeypatch: pytest.MonkeyPatch, bad: float
 ) -> None:
-    real, calls = training.accumulate_gradient, 0
+    real, calls = running.accumulate_gradient, 0
 
     def accumulate(*args: Any) -> torch.Tensor:
         nonlocal calls
@@ -317,7 +319,7 @@ def test_loss_that_is_not_finite_stops_the_run(
         loss = real(*args)
         return loss * bad if calls == 7 else loss
 
-    monkeypatch.setattr(training, "accumulate_gradient", accumulate)
+    monkeypatch.setattr(running, "accumulate_gradient", accumulate)
     with pytest.raises(UserError, match=r"loss of step 7.*checkpoint of step 5 is kept"):
         train(tiny, "elu-rope", tmp_path)
     assert checkpoint.load(tmp_path / checkpoint.NAME)["step"] == 5
@@ -327,7 +329,7 @@ def test_loss_that_is_not_finite_stops_the_run(
 def test_gradient_that_is_not_finite_never_reaches_the_weights(
     tmp_path: Path, tiny: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = training.accumulate_gradient
+    real = running.accumulate_gradient
     models: list[torch.nn.Module] = []
 
     def accumulate(accelerator: Any, model: torch.nn.Module, *args: Any) -> torch.Tensor:
@@ -336,7 +338,7 @@ def test_gradient_that_is_not_finite_never_reaches_the_weights(
         next(model.parameters()).grad[0] = math.nan  # type: ignore[index]
         return loss
 
-    monkeypatch.setattr(training, "accumulate_gradient", accumulate)
+    monkeypatch.setattr(running, "accumulate_gradient", accumulate)
     with pytest.raises(UserError, match=r"gradient of step 1 .*no checkpoint yet"):
         train(tiny, "elu-rope", tmp_path)
     assert all(bool(p.isfinite().all()) for p in models[0].parameters())
@@ -363,7 +365,7 @@ def test_unwritable_folder_is_noticed_before_training(
 ) -> None:
     # Below a regular file: even the superuser cannot make a folder there.
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(training._Run, "train_step", lambda self: pytest.fail("trained"))
+    monkeypatch.setattr(training.Run, "train_step", lambda self: pytest.fail("trained"))
     with pytest.raises(UserError, match=r"cannot be written.*--out"):
         train(tiny, "elu-rope", tmp_path / "file" / "run")
 

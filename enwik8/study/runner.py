@@ -21,8 +21,8 @@ from ..interrupt import Lock
 from ..methods import find
 from ..presets import Settings, model_fields
 from ..record import training_record
+from ..run import make_sampler
 from ..tasks import make_config
-from ..train import make_sampler
 from . import estimate, speeds
 from .dry_run import costs
 from .plan import Plan, RunSpec, changes, parse, refuse
