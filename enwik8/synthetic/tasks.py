@@ -55,14 +55,14 @@ def recall(
     """
     if length % 2 or length < 4 * pairs or pairs < 1:
         raise ValueError(
-            f"recall of pairs={pairs} needs an even length of at least {4 * max(pairs, 1)} and at "
-            f"least 1 pair, got length={length}"
+            f"recall of --pairs {pairs} needs an even --length of at least {4 * max(pairs, 1)} and "
+            f"at least 1 pair, got length {length}"
         )
     half = vocab_size // 2
     if half - 1 < pairs:
         raise ValueError(
-            f"vocab_size={vocab_size} has {max(half - 1, 0)} keys, too few for pairs={pairs}; give "
-            f"at least {2 * pairs + 2}"
+            f"--vocab-size {vocab_size} has {max(half - 1, 0)} keys, too few for --pairs {pairs}; "
+            f"give at least {2 * pairs + 2}"
         )
     slots = (length - 2 * pairs) // 2
     weights = torch.arange(1, slots + 1, dtype=torch.float64) ** (power - 1.0)
@@ -94,8 +94,8 @@ def copying(examples: int, length: int, vocab_size: int, generator: torch.Genera
     """
     if length % 2 or length < 2 or vocab_size < 2:
         raise ValueError(
-            f"copying needs an even length of at least 2 and at least 2 tokens, got "
-            f"length={length}, vocab_size={vocab_size}"
+            "copying needs an even --length of at least 2 and a --vocab-size of at least 2, got "
+            f"{length} and {vocab_size}"
         )
     string = torch.randint(1, vocab_size, (examples, length // 2), generator=generator)
     zero = torch.zeros(examples, 1, dtype=torch.int64)
@@ -113,8 +113,8 @@ def induction(examples: int, length: int, vocab_size: int, generator: torch.Gene
     """
     if length < 3 or vocab_size < 2:
         raise ValueError(
-            f"induction needs a length of at least 3 and at least 2 tokens, got length={length}, "
-            f"vocab_size={vocab_size}"
+            "induction needs a --length of at least 3 and a --vocab-size of at least 2, got "
+            f"{length} and {vocab_size}"
         )
     inputs = torch.randint(1, vocab_size, (examples, length), generator=generator)
     place = torch.randint(length - 2, (examples, 1), generator=generator)

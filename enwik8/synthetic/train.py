@@ -15,6 +15,7 @@ from torch import Tensor
 
 from linear_rope import Config, LanguageModel, advance_random_features
 
+from ..flags import check_sizes, flag
 from .tasks import IGNORE, TASKS
 
 __all__ = ["Cell", "Result", "Settings", "accuracy", "config_of", "train_cell"]
@@ -55,15 +56,31 @@ class Settings:
 
     def check(self) -> None:
         """Refuses numbers that do not fit, with a `ValueError`."""
-        for name in ("length", "steps", "batch_size", "examples"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        counts = (
+            "length",
+            "vocab_size",
+            "dim",
+            "layers",
+            "heads",
+            "steps",
+            "batch_size",
+            "examples",
+        )
+        check_sizes(**{name: getattr(self, name) for name in counts})
         for name in ("longer", "pairs"):
             values = getattr(self, name)
-            if not values or min(values) < 1:
-                raise ValueError(f"{name}={values} must be numbers from 1 up, at least one")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate={self.learning_rate} must be positive")
+            if not values:
+                raise ValueError(f"{flag(name)} must have at least one number")
+            for value in values:
+                check_sizes(**{name: value})
+        if self.dim % self.heads:
+            raise ValueError(f"--heads must divide --dim, got {self.heads} heads for {self.dim}")
+        if self.short_conv < 0:
+            raise ValueError(f"--short-conv must not be negative, got {self.short_conv}")
+        if not 0 < self.learning_rate < math.inf:
+            raise ValueError(
+                f"--learning-rate must be positive and finite, got {self.learning_rate}"
+            )
 
 
 @dataclass(frozen=True)
