@@ -40,10 +40,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header() -> list[str]:
-    """Backends that no test of this run can reach, and why."""
+    """What no test of this run can reach, and why."""
+    import browsers
     from forms import REASONS
 
-    return [f"not tested: backend {name}: {why}" for name, why in REASONS.items() if why]
+    missing = [f"not tested: backend {name}: {why}" for name, why in REASONS.items() if why]
+    if browsers.find() is None:
+        missing.append(f"not tested: a study's page: {browsers.WANTED}")
+    return missing
 
 
 @pytest.fixture(autouse=True)

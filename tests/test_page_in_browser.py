@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
-import os
 import re
-import shutil
 import subprocess
 import threading
 import urllib.parse
@@ -14,18 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import browsers
 import pytest
 from study_files import make_text, tiny
 
 from enwik8.__main__ import main
 from enwik8.study.page import Cell, Picture, Table, page
-
-# Debian, Fedora, Google's own packages, macOS, and the small one without a window.
-BROWSERS = (
-    *("chromium-headless-shell", "headless_shell", "chromium", "chromium-browser"),
-    *("google-chrome", "google-chrome-stable", "chrome"),
-    "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
-)
 
 # First in the page, so that no fault of its own script is missed; the answer is text in the page.
 _PROBE = """<script>
@@ -68,11 +60,8 @@ addEventListener("load", () => {
 
 @pytest.fixture(scope="module")
 def browser() -> str:
-    """A Chromium of any kind: CHROMIUM says which, else the first one on the path."""
-    for name in (os.environ.get("CHROMIUM", ""), *BROWSERS):
-        if name and (found := shutil.which(name)):
-            return found
-    pytest.skip(f"no browser: neither $CHROMIUM nor any of {', '.join(BROWSERS)} is there")
+    found = browsers.find()
+    return found if found is not None else pytest.skip(browsers.WANTED)
 
 
 @pytest.fixture(scope="module")
