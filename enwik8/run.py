@@ -71,9 +71,9 @@ def make_sampler(
     """The batches of a run.
 
     Raises:
-        UserError: the text is too short to evaluate or to train on, or the processes cannot share
-            a batch equally.
-        ValueError: the seed is impossible.
+        UserError: the text is too short to evaluate on.
+        ValueError: it is too short to train on, the processes cannot share a batch equally, or the
+            seed is impossible.
     """
     if len(corpus.valid) < 2:
         raise UserError(
@@ -81,13 +81,13 @@ def make_sampler(
             "evaluate on; use a longer text"
         )
     if len(corpus.train) < settings.length + 1:
-        raise UserError(
+        raise ValueError(
             f"--length {settings.length:,} is too long: a window has one byte more, and the "
             f"training split of {corpus.name} has {len(corpus.train):,}; use a longer text or a "
             "smaller length"
         )
     if settings.batch_size % world:
-        raise UserError(
+        raise ValueError(
             f"--batch-size {settings.batch_size} cannot be shared equally by {world} processes: "
             f"choose a multiple of {world}"
         )

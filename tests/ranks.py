@@ -43,7 +43,7 @@ def write_text(folder: Path) -> Path:
 
 
 def start(
-    work: Callable[..., None], *given: Any, ends: tuple[int, ...] = (0, 0), limit: float = 120.0
+    work: Callable[..., None], *given: Any, ends: tuple[int, ...] = (0, 0), limit: float = 300.0
 ) -> None:
     """Run work(rank, *given) in len(ends) processes; they must end with these codes, in time."""
     with socket.socket() as free:

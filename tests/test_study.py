@@ -297,7 +297,7 @@ def test_rates_of_a_few_steps_are_said_to_be_loose(text: str, tmp_path: Path) ->
     }
     plan, results = study_by_hand(text, tmp_path, curves)
     # Half of the interval of three rates is 4.303 / sqrt(3) times their deviation.
-    for low, warned in ((190.0, False), (188.5, True)):
+    for low, warned in ((190.0, False), (187.0, True)):
         wide = [low, 196.0, 392.0 - low]
         speeds = {"base": {"elu-none": [196.0, 196.0, 196.0], "elu-rope": wide}}
         (found,) = conditions(plan, results, speeds)
