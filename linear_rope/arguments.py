@@ -11,7 +11,7 @@ from torch import Tensor
 from linear_rope.causal import BACKENDS
 from linear_rope.cosformer import CosFormer
 from linear_rope.feature_maps import Expand
-from linear_rope.rotary import can_read
+from linear_rope.positions import can_read
 from linear_rope.states import AttentionState
 
 __all__ = [

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from linear_rope.arguments import check_flags, check_key_mask, check_tensors, is_count
 from linear_rope.local_attention import LocalHeads
 from linear_rope.mixing import OutputGate, ShortConvolution, TokenShift
-from linear_rope.rotary import can_read, resolve_positions
+from linear_rope.positions import can_read, resolve_positions
 from linear_rope.rotary_variants import make_rotary, parse
 from linear_rope.segments import resolve_segments
 from linear_rope.selective import (
@@ -132,7 +132,7 @@ class AttentionBase(nn.Module):
             key_mask: (batch, key time) bool, True at real tokens; others count nowhere.
             query_mask: (batch, time) bool, with a context only: True at real tokens of x, which
                 alone count positions (without a context `key_mask` says it).
-            positions, context_positions: integers, see `linear_rope.rotary.resolve_positions`.
+            positions, context_positions: integers, see `linear_rope.positions.resolve_positions`.
             segment_ids, cu_seqlens: several documents in a row, see `linear_attention`.
             state: from an earlier call, to continue; return_state: also return the new one.
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linear_rope.rotary import can_read, rotate
+from linear_rope.positions import can_read
+from linear_rope.rotary import rotate
 
 __all__ = ["CosFormer"]
 

@@ -24,7 +24,8 @@ from linear_rope.causal.division import divisor
 from linear_rope.elementwise import elu_plus_one
 from linear_rope.feature_base import FeatureMap
 from linear_rope.feature_maps import EluPlusOne, Relu
-from linear_rope.rotary import Rotary, can_read, has_values, rotate
+from linear_rope.positions import can_read, has_values
+from linear_rope.rotary import Rotary, rotate
 from linear_rope.states import AttentionState
 
 __all__ = [

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linear_rope.rotary import can_read, has_values
+from linear_rope.positions import can_read, has_values
 
 __all__ = ["product_by_document"]
 

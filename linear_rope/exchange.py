@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from linear_rope.causal import FORGET
-from linear_rope.rotary import can_read
+from linear_rope.positions import can_read
 from linear_rope.states import AttentionState
 
 __all__ = [

@@ -42,14 +42,8 @@ from linear_rope.decoding import decode_step, is_plain_step
 from linear_rope.documents import product_by_document
 from linear_rope.feature_maps import EluPlusOne, FeatureMap, Relu, make_feature_map
 from linear_rope.permute import Permute, ratio_product
-from linear_rope.rotary import (
-    Rotary,
-    Rotation,
-    boundaries,
-    check_rotation,
-    next_position,
-    resolve_positions,
-)
+from linear_rope.positions import boundaries, next_position, resolve_positions
+from linear_rope.rotary import Rotary, Rotation, check_rotation
 from linear_rope.rotary_variants import AxialRotary, LearnedRotary
 from linear_rope.segments import resolve_segments
 from linear_rope.stabilizer import Map, both_features
@@ -103,8 +97,8 @@ def linear_attention(
             position; a query without any real key gives 0.
         log_decay: g <= 0, (batch, key head, time), causal only: the past is scaled by exp(g_t)
             before token t enters, in numerator and denominator alike.
-        positions: integers, see `linear_rope.rotary.resolve_positions`: None counts from 0, or on
-            from the state; an int is the first position; (batch, 1), (time,), (batch, time). An
+        positions: integers, see `linear_rope.positions.resolve_positions`: None counts from 0, or
+            on from the state; an int is the first position; (batch, 1), (time,), (batch, time). An
             axial rotation takes (time, 2) or (batch, time, 2).
         key_positions: the same for the keys; default: as for the queries when there are as many,
             else counted from 0.

@@ -16,7 +16,7 @@ from linear_rope.config import Config
 from linear_rope.decoding import is_plain_state
 from linear_rope.initialization import EMBEDDING_STD, initialize
 from linear_rope.losses import linear_cross_entropy
-from linear_rope.rotary import can_read, resolve_positions
+from linear_rope.positions import can_read, resolve_positions
 from linear_rope.sampling import check_sampling, pick
 from linear_rope.segments import resolve_segments, unpack
 from linear_rope.states import ModelState
@@ -173,7 +173,8 @@ class LanguageModel(_Stack):
         Args:
             tokens: (batch, time) integers below vocab_size; any time from 0 up.
             key_mask: (batch, time) bool, True at real tokens (left or right padding).
-            positions: see `linear_rope.rotary.resolve_positions`; default: count on from the state.
+            positions: see `linear_rope.positions.resolve_positions`; default: count on from the
+                state.
             segment_ids, cu_seqlens: several documents in a row, see `linear_attention`.
             state: as an earlier call returned it, to continue.
             return_state: return (logits, state).

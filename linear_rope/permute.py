@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from linear_rope.causal import causal_product
-from linear_rope.rotary import resolve_positions
+from linear_rope.positions import resolve_positions
 
 __all__ = ["Permute", "ratio_product"]
 

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linear_rope.rotary import boundaries, rotate
+from linear_rope.positions import boundaries
+from linear_rope.rotary import rotate
 
 __all__ = ["GivenRotation", "running_sum"]
 

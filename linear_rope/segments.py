@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from linear_rope.rotary import boundaries, can_read
+from linear_rope.positions import boundaries, can_read
 
 __all__ = ["resolve_segments", "segment_max", "segmented_cummax", "unpack"]
 

@@ -12,7 +12,8 @@ from linear_rope.arguments import ROTATE, check_choices, check_flags
 from linear_rope.attention_base import AttentionBase
 from linear_rope.cosformer import CosFormer
 from linear_rope.permute import Permute
-from linear_rope.rotary import check_rotation, next_position, resolve_positions
+from linear_rope.positions import next_position, resolve_positions
+from linear_rope.rotary import check_rotation
 from linear_rope.scaling import Scaling
 from linear_rope.states import KeyValueCache
 from linear_rope.xpos import XPos

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from linear_rope.causal import causal_product
-from linear_rope.rotary import Rotary, can_read, has_values
+from linear_rope.positions import can_read, has_values
+from linear_rope.rotary import Rotary
 
 __all__ = ["XPos", "fade_clock", "fading_product"]
 

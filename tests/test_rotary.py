@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from linear_rope import Config, LanguageModel, Rotary, RotaryLinearAttention, rotate
-from linear_rope.rotary import PAIRINGS, resolve_positions
+from linear_rope.positions import resolve_positions
+from linear_rope.rotary import PAIRINGS
 
 
 def unit_vectors(length: int, width: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

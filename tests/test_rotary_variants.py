@@ -19,7 +19,7 @@ from linear_rope import (
     linear_attention,
 )
 from linear_rope import SoftmaxAttention as Softmax
-from linear_rope.rotary import resolve_positions
+from linear_rope.positions import resolve_positions
 from linear_rope.rotary_variants import AxialRotary, LearnedRotary, grid_positions, make_rotary
 from linear_rope.scaling import (
     SCALINGS,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from linear_rope.causal.reference import widened
-from linear_rope.rotary import can_read
+from linear_rope.positions import can_read
 
 __all__ = ["Block", "Fade", "Plan", "Turn", "Workspace", "block_of", "plan_of", "torn_chunks"]
 
