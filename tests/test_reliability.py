@@ -60,7 +60,8 @@ def run_program(
 _KILLER = """
     import dataclasses, json, os, random, signal, sys, time
     from pathlib import Path
-        from enwik8 import checkpoint
+    import torch
+    from enwik8 import checkpoint
     from enwik8.presets import Settings
     from enwik8.train import train
 
@@ -199,7 +200,8 @@ def test_three_kills_of_a_study_change_nothing(text: str, tmp_path: Path) -> Non
 _FULL = """
     import json, os, subprocess, sys
     from pathlib import Path
-        from enwik8 import checkpoint
+    import torch
+    from enwik8 import checkpoint
     from enwik8 import train as training
     from enwik8.__main__ import main
 

@@ -152,8 +152,8 @@ def test_memory_does_not_depend_on_the_length_of_the_prompt(
         (["--prompt-file", "/"], "--prompt-file / cannot be read"),
         (["--prompt-file", os.devnull], "the prompt must have at least one byte"),
         (["--length", "-1"], "--length must not be negative"),
-        (["--top-k", "0"], "top_k=0"),
-        (["--top-p", "2"], "top_p=2"),
+        (["--top-k", "0"], "--top-k must be at least 1"),
+        (["--top-p", "2"], "--top-p must lie in (0, 1]"),
     ],
 )
 def test_mistakes_are_one_sentence_before_any_output(
