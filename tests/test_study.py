@@ -130,6 +130,12 @@ def test_every_fault_is_named_at_once() -> None:
         ("arms = [", "is not TOML"),
         ("seeds = [0]", "arms must be a list with at least one entry, got nothing"),
         ('arms = ["elu-none"]\nbaseline = "elu-rope"', "baseline 'elu-rope' is not among"),
+        (
+            'arms = ["elu-none"]\npairs = [["elu-none", "relu"]]',
+            "'relu'] is not of arms of this study",
+        ),
+        ('arms = ["elu-none"]\npairs = ["elu-none"]', "pairs must be a list of two arms each"),
+        ('arms = ["elu-none"]\npairs = 3', "pairs must be a list of two arms each, got 3"),
         ('arms = ["elu-none"]\n[settings]\nheads = 3', "--heads must divide --dim"),
         ('arms = ["elu-none"]\n[arm.elu-rope]\nsteps = 3', r"\[arm.elu-rope\] is about an arm"),
         ('arms = ["elu-none"]\n[group]\nseeds = [1]', r"group must be written as \[\[group\]\]"),
@@ -260,6 +266,32 @@ def test_rates_are_chosen_and_differences_paired(text: str, tmp_path: Path) -> N
     assert rope.parameter_difference == pytest.approx(0.02)
     assert rope.speed is not None and rope.speed.mean == pytest.approx(1003.5)
     assert base.difference is None and base.reached is None
+
+
+def test_pairs_are_compared_beside_the_baseline(text: str, tmp_path: Path) -> None:
+    curves = {
+        "elu-none 0.001": [3.0, 2.5, 2.4],
+        "elu-none 0.004": [],
+        "elu-rope 0.001": [],
+        "elu-rope 0.004": [3.0, 2.5, 2.0],
+        "elu-rope 0.004 1": [3.0, 2.5, 2.3],
+        "elu-rope 0.004 2": [],
+    }
+    plan, results = study_by_hand(text, tmp_path, curves)
+    wanted = parse(
+        plan.text.replace("seeds =", 'pairs = [["elu-none", "elu-rope"]]\nseeds ='), "it"
+    )
+    assert changes(plan, wanted) == ([], [])  # it may be asked for later
+    (found,) = conditions(wanted, results, {})
+    [(arm, other, change)] = found.pairs
+    assert (arm, other, change.count) == ("elu-none", "elu-rope", 2)
+    assert change.mean == pytest.approx((0.4 + 0.1) / 2)
+    findings = next(part for part in _condition(found, (), "bits") if isinstance(part, list))
+    said = [line for line in findings if "against elu" in line]
+    half = 12.706 * (0.3 / math.sqrt(2)) / math.sqrt(2)
+    assert said == [
+        f"elu-none: +0.2500 ± {half:.4f} against elu-rope (not told apart: the interval holds 0)."
+    ]
 
 
 def test_equal_time_is_that_of_the_baseline(text: str, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
     baseline = "elu-none"               # none: the first arm
     arms = ["elu-none", "elu-rope"]
     seeds = [0, 1, 2]
+    pairs = [["elu-rope", "elu-none"]]  # arms to compare beside those with the baseline
 
     [settings]                          # any setting of `train` but the seed
     steps = 300
@@ -54,7 +55,7 @@ __all__ = ["Evaluation", "Plan", "RunSpec", "changes", "parse", "slug"]
 # Settings that leave the run as it is: no part of its name, and free to change later.
 UNNAMED = FREE_ON_RESUME - {"evaluate_every", "corpus"}
 _TOP = (
-    *("title", "preset", "baseline", "arms", "seeds"),
+    *("title", "preset", "baseline", "arms", "seeds", "pairs"),
     *("settings", "sweep", "arm", "group", "evaluation"),
 )
 _GROUP = ("name", "arms", "seeds", "settings", "sweep")
@@ -91,6 +92,7 @@ class Plan:
     runs: tuple[RunSpec, ...]
     evaluation: Evaluation | None
     text: str
+    pairs: tuple[tuple[str, str], ...] = ()
 
 
 def parse(text: str, source: str) -> Plan:
@@ -164,13 +166,27 @@ class _Reader:
             self.faults.append(
                 f"baseline {baseline!r} is not among the arms; name one of {', '.join(used)}"
             )
+        pairs = self._pairs(data.get("pairs", []), used)
         title = data.get("title", "Study")
         if not isinstance(title, str):
             self.faults.append(f"title must be a text, got {title!r}")
         evaluation = self._evaluation(data.get("evaluation", {}))
         if self.faults:
             return None
-        return Plan(title, baseline, base, tuple(runs.values()), evaluation, text)
+        return Plan(title, baseline, base, tuple(runs.values()), evaluation, text, pairs)
+
+    def _pairs(self, values: Any, arms: Sequence[str]) -> tuple[tuple[str, str], ...]:
+        found = []
+        for pair in values if isinstance(values, list) else [values]:
+            if not isinstance(pair, list) or len(pair) != 2 or pair[0] == pair[1]:
+                self.faults.append(f"pairs must be a list of two arms each, got {pair!r}")
+            elif arms and not set(pair) <= set(arms):
+                self.faults.append(
+                    f"pairs: {pair!r} is not of arms of this study; they are {', '.join(arms)}"
+                )
+            else:
+                found.append((pair[0], pair[1]))
+        return tuple(found)
 
     def _group(
         self,

@@ -33,6 +33,7 @@ preset = "small"
 baseline = "elu-none"
 arms = ["elu-none", "elu-rope-before", "elu-rope", "favor-none", "favor-rope-before",
         "favor-rope", "softmax-none", "softmax-rope"]
+pairs = [["favor-rope", "favor-rope-before"], ["elu-rope", "elu-rope-before"]]
 
 [settings]
 features = 64

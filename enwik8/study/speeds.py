@@ -26,7 +26,7 @@ from .plan import Plan, RunSpec, slug
 __all__ = ["NAME", "Rates", "condition_slug", "measure", "read_speeds"]
 
 NAME = "speeds.json"
-ROUNDS = 3
+ROUNDS = 5
 
 Rates = Mapping[str, Mapping[str, Sequence[float]]]
 """Condition (`condition_slug`) -> arm -> training tokens per second, a number a round."""

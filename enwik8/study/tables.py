@@ -104,6 +104,7 @@ class Condition:
     name: str
     baseline: str
     rows: tuple[ArmRow, ...]  # by arm, then learning rate
+    wanted: tuple[tuple[str, str], ...] = ()  # arms to compare beside those with the baseline
 
     @property
     def settings(self) -> Settings:
@@ -122,6 +123,17 @@ class Condition:
     @property
     def base(self) -> ArmRow | None:
         return next((row for row in self.chosen if row.arm == self.baseline), None)
+
+    @property
+    def pairs(self) -> list[tuple[str, str, Interval]]:
+        """(arm, other, final loss of the arm less the other's), each at its best rate."""
+        finals = {row.arm: row.finals for row in self.chosen}
+        found = []
+        for arm, other in self.wanted:
+            change = paired(finals.get(arm, {}), finals.get(other, {}))
+            if change is not None:
+                found.append((arm, other, change))
+        return found
 
     def of_arm(self, arm: str) -> list[ArmRow]:
         return [row for row in self.rows if row.arm == arm]
@@ -147,7 +159,7 @@ def conditions(plan: Plan, results: Sequence[Result], speeds: Rates) -> list[Con
         name = condition_slug(plan, runs[0].spec.settings)
         rows = _rows(plan.baseline, runs, speeds.get(name, {}))
         name = "the study's settings" if name == "base" else name.replace(",", ", ")
-        found.append(Condition(name, plan.baseline, tuple(rows)))
+        found.append(Condition(name, plan.baseline, tuple(rows), plan.pairs))
     return found
 
 
