@@ -35,6 +35,7 @@ try:
         Plot,
         Prepare,
         PresetName,
+        Redraw,
         Sample,
         Study,
         Train,
@@ -69,6 +70,7 @@ def parse(arguments: Sequence[str]) -> Command:
         | Annotated[Plot, subcommand("plot")]
         | Annotated[Sample, subcommand("sample")]
         | Annotated[Evaluate, subcommand("evaluate")]
+        | Annotated[Redraw, subcommand("redraw")]
         | Annotated[Compress, subcommand("compress")]
         | Annotated[Decompress, subcommand("decompress")]
         | Annotated[Arms, subcommand("arms")]

@@ -254,6 +254,31 @@ class Evaluate:
 
 
 @dataclass
+class Redraw:
+    """Measure trained FAVOR+ models again with other random features, on their validation splits.
+
+    A model that uses the kernel which its features estimate bears another draw, and gains by more
+    features; one that uses the very features it was given loses by either.
+    """
+
+    runs: Positional[tuple[Path, ...]]
+    """Run folders, or checkpoint files, of arms such as favor-rope."""
+    out: Path | None = None
+    """Folder for redraw.csv (none: it is printed only)."""
+    features: tuple[int, ...] = (64, 256, 1024)
+    """Numbers of random features a head to measure with, each of a new draw."""
+    limit: int = 65_536
+    """Bytes to measure on."""
+    threads: int | None = None
+    """CPU threads of PyTorch (none: as PyTorch chooses)."""
+
+    def __call__(self, command: str) -> None:
+        from .redraw import redraw
+
+        redraw(self.runs, self.out, self.features, limit=self.limit, threads=self.threads)
+
+
+@dataclass
 class Compress:
     """Compress a file by a trained model's own probabilities, with an arithmetic coder.
 
@@ -334,5 +359,15 @@ class Arms:
 
 
 Command = (
-    Prepare | Train | Compare | Study | Plot | Sample | Evaluate | Compress | Decompress | Arms
+    Prepare
+    | Train
+    | Compare
+    | Study
+    | Plot
+    | Sample
+    | Evaluate
+    | Redraw
+    | Compress
+    | Decompress
+    | Arms
 )

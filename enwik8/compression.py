@@ -360,8 +360,9 @@ def _parse(file: Path) -> tuple[Header, np.ndarray]:
     line, _, code = content[len(MAGIC) : -_SUM].partition(b"\n")
     try:
         header = Header(**json.loads(line))
-        sizes = (header.bytes + 1, header.streams + 1, header.window, header.threads)
-        good = all(type(size) is int and size >= 1 for size in sizes)
+        sizes = (header.bytes, header.streams, header.window, header.threads)
+        good = all(type(size) is int and size >= 0 for size in sizes)
+        good = good and header.window >= 1 and header.threads >= 1
         good = good and header.threads <= MOST_THREADS and max(sizes) <= MOST_BYTES
     except (ValueError, TypeError):
         good = False

@@ -191,6 +191,11 @@ def _load_folder(folder: Path) -> list[Run]:
             f"{folder} is not a folder: give one written by `python -m enwik8 train` or `compare`"
         )
     config = read_config(folder)
+    if (folder / "study.toml").exists():
+        raise UserError(
+            f"{folder} holds a study: `python -m enwik8 study --out {folder} --report-only` draws "
+            f"its figures, and the folders below {folder / 'runs'} can be drawn one by one"
+        )
     logs = sorted((folder / "runs").glob("*/metrics.csv"))
     if not (folder / "metrics.csv").exists() and logs:  # a comparison killed before its end
         runs = [run for log in logs for run in _load_folder(log.parent)]

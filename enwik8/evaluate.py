@@ -55,7 +55,7 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> Trained:
     """The model of a run folder or checkpoint, in evaluation mode."""
     contents = checkpoint.load(checkpoint.resolve(path))
     try:
-        config = contents["config"]
+        config = _record(contents["config"])
         # Runs from before there was a choice were causal.
         objective = objective_named(config.get("training", {}).get("objective", CAUSAL.name))
         model = make_model(make_config(config["model"]), objective)
@@ -69,6 +69,27 @@ def load_model(path: Path, device: str | torch.device = "cpu") -> Trained:
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         raise UserError(f"--device {device} cannot be used here ({error})") from error
     return Trained(model.eval(), objective, config, contents["step"])
+
+
+def _record(config: Any) -> dict[str, Any]:
+    """The record of a run, if it has what the commands ask of it.
+
+    Raises:
+        ValueError: what it lacks.
+    """
+    if not isinstance(config, dict):
+        raise ValueError("its record is no table")
+    wanted = {"arm": str, "model": dict, "training": dict, "corpus": dict}
+    places: list[tuple[dict[str, Any], str, Any, str]] = [
+        (config, name, kind, name) for name, kind in wanted.items()
+    ]
+    if isinstance(config.get("training"), dict):
+        training = {"corpus": str, "data_dir": str | None, "length": int, "seed": int}
+        places += [(config["training"], n, kind, f"training {n}") for n, kind in training.items()]
+    for table, name, kind, words in places:
+        if name not in table or not isinstance(table[name], kind):
+            raise ValueError(f"its record has no {words}, or not of that kind")
+    return config
 
 
 def longest_text(model: LanguageModel) -> int | None:

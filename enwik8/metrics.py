@@ -39,12 +39,19 @@ class MetricsLog:
         through: the step of the checkpoint that training goes on from. Rows after it are dropped,
             because these steps will be trained again.
         objective: names the columns of the losses.
+        digest: the checkpoint's hash of the batches, which the row of its step must have.
 
     Raises:
-        UserError: the file cannot be written, or lacks rows up to ``through``.
+        UserError: the file cannot be written, lacks rows up to ``through``, or is another run's.
     """
 
-    def __init__(self, path: Path, through: int = 0, objective: Objective = CAUSAL) -> None:
+    def __init__(
+        self,
+        path: Path,
+        through: int = 0,
+        objective: Objective = CAUSAL,
+        digest: str | None = None,
+    ) -> None:
         self.path = path
         self._objective = objective
         rows = read_rows(path, objective)[:through] if through else []
@@ -52,6 +59,11 @@ class MetricsLog:
             raise UserError(
                 f"{path} does not hold the rows of steps 1 to {through} that belong to the "
                 "checkpoint; it was left untouched (--overwrite starts the run again)"
+            )
+        if rows and digest is not None and rows[-1]["batch_hash"] != digest:
+            raise UserError(
+                f"{path} is the log of other batches than the checkpoint's, so of another run; it "
+                "was left untouched (--overwrite starts the run again)"
             )
         self._last = rows[-1] if rows else None
         replace_file(path, _text(rows, objective))

@@ -124,8 +124,10 @@ class Settings:
             raise ValueError(
                 f"--heads must divide --dim, got {self.heads} heads for width {self.dim}"
             )
-        if self.init_std is not None and not 0 < self.init_std < math.inf:
-            raise ValueError(f"--init-std must be positive and finite, got {self.init_std}")
+        if self.init_std is not None and not 1e-30 <= self.init_std <= 1e30:
+            raise ValueError(
+                f"--init-std must lie in [1e-30, 1e30], what float32 can hold, got {self.init_std}"
+            )
         if not 0 <= self.dropout < 1:
             raise ValueError(f"--dropout must lie in [0, 1), got {self.dropout}")
         if not 0 < self.learning_rate < math.inf:

@@ -1,12 +1,10 @@
 """What a trained FAVOR+ model rests on: the kernel that its features estimate, or their draw.
 
-    python -m enwik8.redraw RUN ... --features 64 256 1024 --out results/small
-
-measures each run on its validation split as it was trained, and again with other random features,
-of the same number and of more. FAVOR+ estimates the kernel exp(q . k / sqrt(D)) without bias
-(arXiv 2009.14794, lemma 1), and more features estimate it better. So a model that uses the kernel
-bears another draw, and does not lose by more features; a model that has learned to use the very
-features it was given loses by either.
+`python -m enwik8 redraw RUN ...` measures each run on its validation split as it was trained, and
+again with other random features, of the same number and of more. FAVOR+ estimates the kernel
+exp(q . k / sqrt(D)) without bias (arXiv 2009.14794, lemma 1), and more features estimate it better.
+So a model that uses the kernel bears another draw, and does not lose by more features; a model that
+has learned to use the very features it was given loses by either.
 
 With x' = x / D^(1/4), the estimate's relative variance grows like exp(|q' + k'|^2) / M, so the mean
 of |q'|^2 + |k'|^2, which independent directions make of the exponent, stands beside it.
@@ -14,16 +12,15 @@ of |q'|^2 + |k'|^2, which independent directions make of the exponent, stands be
 
 from __future__ import annotations
 
-import argparse
 import csv
 import dataclasses
 import io
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -32,11 +29,14 @@ from linear_rope.feature_maps import SoftmaxRandomFeatures
 from linear_rope.model import LanguageModel
 
 from .corpus import Corpus, load_corpus
+from .distributed import refuse_several
 from .errors import UserError
-from .evaluate import load_language_model, split_bits_per_byte
+from .evaluate import TrainedLanguageModel, load_language_model, split_bits_per_byte
+from .flags import MOST_THREADS, check_sizes
 from .plot import write_whole
+from .run_folder import make_writable
 
-__all__ = ["Redrawn", "measure", "redrawn"]
+__all__ = ["Redrawn", "redraw", "redrawn"]
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def redrawn(model: LanguageModel, features: int, seed: int) -> LanguageModel:
         for name, parameter in twin.named_parameters():
             parameter.copy_(learned[name])
     for number, module in enumerate(_random_features(twin)):
-        module.reset(seed * 100_003 + number)
+        module.reset((seed * 100_003 + number) % 2**62)
     return twin.train(model.training)
 
 
@@ -101,45 +101,88 @@ def _squares(model: nn.Module) -> Iterator[list[Tensor]]:
             hook.remove()
 
 
-def measure(
-    run: Path, features: Sequence[int], limit: int | None, corpora: dict[str, Corpus]
-) -> Redrawn:
-    """Measure one run folder on the first ``limit`` bytes of its validation split.
+def redraw(
+    runs: Sequence[Path],
+    out: Path | None,
+    features: Sequence[int],
+    *,
+    limit: int = 65_536,
+    threads: int | None = None,
+) -> list[Redrawn]:
+    """Measure runs on the first ``limit`` bytes of their validation splits; print the table.
 
     Args:
-        corpora: texts read so far, by their names.
+        out: folder for redraw.csv, which is there after each run; None: nowhere.
+        features: numbers of features to measure with.
+        threads: of PyTorch, on the CPU; None: as it is.
 
     Raises:
-        UserError: no checkpoint, no FAVOR+ features, or another text than in training.
+        UserError: no FAVOR+ model, or another text than in training, before any run is measured.
+        ValueError: impossible numbers.
     """
+    refuse_several("redraw")
+    check_sizes(limit=limit)
+    check_sizes(threads=threads, most=MOST_THREADS)
+    for number in features:
+        check_sizes(features=number)
+        if number % 2:
+            raise ValueError(f"--features must be even (they turn in pairs), got {number}")
+    if not runs:
+        raise UserError("name a run folder to measure")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    corpora: dict[str, Corpus] = {}
+    for run in runs:
+        _text(_load(run), run, corpora)
+    if out is not None:
+        make_writable(out)
+    rows: list[Redrawn] = []
+    try:
+        for run in tqdm(runs, unit="run", desc="redraw"):
+            rows.append(_measure(run, features, limit, corpora))
+            if out is not None:
+                write_whole(out / "redraw.csv", _csv(rows, features).encode())
+    finally:
+        print(_csv(rows, features), end="")
+    return rows
+
+
+def _load(run: Path) -> TrainedLanguageModel:
     loaded = load_language_model(run, "cpu", "be measured with other features")
-    model, config = loaded.model, loaded.config
-    if not _random_features(model):
+    if not _random_features(loaded.model):
         raise UserError(
-            f"{run} is a run of {config['arm']}, which has no FAVOR+ features; give runs of arms "
-            "such as favor-rope"
+            f"{run} is a run of {loaded.config['arm']}, which has no FAVOR+ features; give runs of "
+            "arms such as favor-rope"
         )
-    training = config["training"]
+    return loaded
+
+
+def _text(loaded: TrainedLanguageModel, run: Path, corpora: dict[str, Corpus]) -> np.ndarray:
+    """The validation split that the run had; ``corpora`` keeps what has been read."""
+    training = loaded.config["training"]
     name = training["corpus"]
     if name not in corpora:
         corpora[name] = load_corpus(name, data_dir=training["data_dir"])
-    if corpora[name].sha256 != config["corpus"]["sha256"]:
+    if corpora[name].sha256 != loaded.config["corpus"]["sha256"]:
         raise UserError(f"{name} is not the text that {run} was trained on (its SHA-256 differs)")
+    return corpora[name].valid
+
+
+def _measure(run: Path, features: Sequence[int], limit: int, corpora: dict[str, Corpus]) -> Redrawn:
+    loaded = _load(run)
+    training, text = loaded.config["training"], _text(loaded, run, corpora)
 
     def bits(model: LanguageModel) -> float:
-        value = split_bits_per_byte(model, corpora[name].valid, training["length"], 16, limit=limit)
+        value = split_bits_per_byte(model, text, training["length"], 16, limit=limit)
         assert value is not None  # nothing stops it
         return value
 
-    with _squares(model) as found:
-        trained = bits(model)
-    try:
-        others = {m: bits(redrawn(model, m, training["seed"] + 1)) for m in features}
-    except ValueError as error:  # a number of features that the model cannot have
-        raise UserError(str(error)) from error
+    with _squares(loaded.model) as found:
+        trained = bits(loaded.model)
+    others = {m: bits(redrawn(loaded.model, m, training["seed"] + 1)) for m in features}
     square = 2 * float(torch.stack(found).mean())  # as many of queries as of keys
     init_std = training.get("init_std")
-    return Redrawn(config["arm"], init_std, training["seed"], square, trained, others)
+    return Redrawn(loaded.config["arm"], init_std, training["seed"], square, trained, others)
 
 
 def _csv(rows: Sequence[Redrawn], features: Sequence[int]) -> str:
@@ -152,46 +195,3 @@ def _csv(rows: Sequence[Redrawn], features: Sequence[int]) -> str:
         values = [row.square, row.trained, *(row.others[m] for m in features)]
         writer.writerow([row.arm, scale, row.seed, *(f"{value:.6g}" for value in values)])
     return text.getvalue()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m enwik8.redraw",
-        description="Measure trained FAVOR+ models again with other random features.",
-    )
-    parser.add_argument("runs", nargs="+", type=Path, help="run folders")
-    parser.add_argument(
-        "--features", nargs="+", type=int, default=[64, 256, 1024], help="numbers of features"
-    )
-    parser.add_argument("--bytes", type=int, default=65_536, help="bytes to measure on")
-    parser.add_argument("--threads", type=int, help="CPU threads of PyTorch")
-    parser.add_argument("--out", type=Path, help="folder to write redraw.csv to (none: print it)")
-    options = parser.parse_args(arguments)
-    for flag, value in (
-        *(("--features", m) for m in options.features),
-        ("--bytes", options.bytes),
-        ("--threads", options.threads),
-    ):
-        if value is not None and value < 1:
-            parser.error(f"{flag} must be at least 1, got {value}")
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    corpora: dict[str, Corpus] = {}
-    try:
-        rows = [
-            measure(run, options.features, options.bytes, corpora)
-            for run in tqdm(options.runs, unit="run", desc="redraw")
-        ]
-        table = _csv(rows, options.features)
-        if options.out is not None:
-            write_whole(options.out / "redraw.csv", table.encode())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(table, end="")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -147,6 +147,11 @@ def _continue(
         if repeat:
             yield piece
     for drawn in range(length):
+        if not torch.isfinite(last).all():
+            raise UserError(
+                "the model's outputs are not finite: its training diverged, or the checkpoint is "
+                "damaged; sample from another one"
+            )
         token = pick(last, *options)
         yield bytes([int(token)])
         if drawn < length - 1:

@@ -78,7 +78,9 @@ def train(
                 log, board = None, None
                 if main:
                     path = out / "metrics.csv"
-                    log = files.enter_context(MetricsLog(path, run.step, run.objective))
+                    log = files.enter_context(
+                        MetricsLog(path, run.step, run.objective, run.hash.digest)
+                    )
                 if main and settings.tensorboard:
                     board = files.enter_context(TensorBoard(out, run.step, run.objective))
                 _loop(run, out, log, board, interrupt)

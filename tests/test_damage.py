@@ -12,9 +12,11 @@ from run_files import same_runs, tiny_run
 from study_files import make_text
 
 from enwik8 import checkpoint
+from enwik8.curves import load_runs
 from enwik8.errors import UserError
 from enwik8.evaluate import load_model
 from enwik8.presets import Settings
+from enwik8.sample import stream_text
 from enwik8.train import train
 
 
@@ -134,3 +136,49 @@ def test_an_old_checkpoint_goes_only_after_the_new_one_is_there(
         train(dataclasses.replace(tiny, keep_checkpoints=2), "elu-rope", tmp_path)
     # The third has its second name already, and the second one is still there.
     assert steps_kept(tmp_path) == [6, 9, 9]
+
+
+def test_the_log_of_another_run_is_refused(tmp_path: Path, tiny: Settings) -> None:
+    """One with the same steps, but of other batches."""
+    train(tiny, "elu-rope", tmp_path / "a")
+    train(dataclasses.replace(tiny, seed=1), "elu-rope", tmp_path / "b")
+    log = tmp_path / "a" / "metrics.csv"
+    log.write_bytes(other := (tmp_path / "b" / "metrics.csv").read_bytes())
+    with pytest.raises(UserError, match=r"metrics.csv is the log of other batches.*left untouched"):
+        train(tiny, "elu-rope", tmp_path / "a", resume=True)
+    assert log.read_bytes() == other
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda c: None, "its record is no table"),
+        (lambda c: {**c, "training": None}, "no training"),
+        (lambda c: {k: v for k, v in c.items() if k != "arm"}, "no arm"),
+        (lambda c: {**c, "corpus": 5}, "no corpus"),
+        (lambda c: {**c, "training": {**c["training"], "length": "x"}}, "no training length"),
+    ],
+)
+def test_a_checkpoint_without_a_whole_record_is_refused(
+    tmp_path: Path, tiny: Settings, change: Any, named: str
+) -> None:
+    train(tiny, "elu-rope", tmp_path)
+    contents = checkpoint.load(tmp_path / checkpoint.NAME)
+    checkpoint.save(tmp_path / "other.pt", {**contents, "config": change(contents["config"])})
+    with pytest.raises(UserError, match=f"does not hold a model .*{named}"):
+        load_model(tmp_path / "other.pt")
+
+
+def test_a_model_that_diverged_draws_nothing(tmp_path: Path, tiny: Settings) -> None:
+    train(tiny, "elu-rope", tmp_path)
+    contents = checkpoint.load(tmp_path / checkpoint.NAME)
+    contents["model"]["norm.weight"].fill_(float("nan"))
+    checkpoint.save(tmp_path / "other.pt", contents)
+    with pytest.raises(UserError, match="outputs are not finite"):
+        list(stream_text(tmp_path / "other.pt", "a", 3))
+
+
+def test_a_study_is_not_drawn_as_a_run(tmp_path: Path) -> None:
+    (tmp_path / "study.toml").write_text("")
+    with pytest.raises(UserError, match=r"holds a study: .*--report-only"):
+        load_runs(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from enwik8 import redraw
+from enwik8.__main__ import main
 from enwik8.evaluate import evaluate
 from enwik8.presets import Settings
 from enwik8.train import train
@@ -35,7 +36,7 @@ def maps(model: LanguageModel) -> list[SoftmaxRandomFeatures]:
 @torch.no_grad()
 def test_another_draw_leaves_all_that_was_learned() -> None:
     model = model_of()
-    twin = redraw.redrawn(model, 8, seed=1)
+    twin = redraw.redrawn(model, 8, seed=2**63)
     for (name, mine), (_, other) in zip(
         model.named_parameters(), twin.named_parameters(), strict=True
     ):
@@ -92,8 +93,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_command(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = str(runs / "favor-rope")
-    command = [run, "--features", "8", "32", "--bytes", "100", "--out", str(runs / "out")]
-    assert redraw.main(command) == 0
+    command = ["redraw", run, "--features", "8", "32", "--limit", "100", "--out", str(runs / "out")]
+    assert main(command) == 0
     written = (runs / "out" / "redraw.csv").read_text()
     assert written == capsys.readouterr().out
     [row] = csv.DictReader(written.splitlines())
@@ -107,9 +108,10 @@ def test_the_command(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["favor-rope", "elu-rope"], "a run of elu-rope, which has no FAVOR+ features"),
         (["nowhere"], "nowhere"),
-        (["favor-rope", "--features", "7"], "width=7 must be an even number"),
+        (["favor-rope", "--features", "7"], "--features must be even (they turn in pairs), got 7"),
         (["favor-rope", "--features", "0"], "--features must be at least 1, got 0"),
-        (["favor-rope", "--bytes", "-1"], "--bytes must be at least 1, got -1"),
+        (["favor-rope", "--limit", "-1"], "--limit must be at least 1, got -1"),
+        (["favor-rope", "--threads", "10000000"], "--threads must be at most 1024"),
     ],
 )
 def test_bad_input_is_one_sentence_and_writes_nothing(
@@ -118,7 +120,7 @@ def test_bad_input_is_one_sentence_and_writes_nothing(
     out = runs / "nothing"
     paths = [str(runs / c) if c in ("favor-rope", "elu-rope", "nowhere") else c for c in command]
     try:
-        code = redraw.main([*paths, "--out", str(out)])
+        code = main(["redraw", *paths, "--out", str(out)])
     except SystemExit as stop:
         code = int(stop.code or 0)
     assert code == 2

@@ -20,6 +20,7 @@ from enwik8.study.plan import changes, parse, slug
 from enwik8.study.presets import STUDIES
 from enwik8.study.report import _condition
 from enwik8.study.results import fairness, load_results
+from enwik8.study.runner import study
 from enwik8.study.speeds import read_speeds
 from enwik8.study.tables import conditions
 
@@ -124,6 +125,44 @@ def test_every_fault_is_named_at_once() -> None:
         assert sum(words in fault for fault in faults) == 1, words
 
 
+def test_no_fault_hides_another(tmp_path: Path) -> None:
+    """Neither in another group, nor in what only the corpus and the model can tell."""
+    file = tmp_path / "study.toml"
+    file.write_text(
+        f"""
+        arms = ["elu-rop", "elu-rope", "elu-none-decay"]
+        baseline = "nobody"
+        [settings]
+        corpus = "{tmp_path}/nothing"
+        objective = "mlm"
+        steps = 0
+        [[group]]
+        seeds = [-1, 0]
+        [[group]]
+        name = "second"
+        [group.settings]
+        heads = 3
+        [[group]]
+        name = "third"
+        [group.settings]
+        heads = 5
+        """
+    )
+    with pytest.raises(UserError) as caught:
+        study(str(file), tmp_path / "out")
+    faults = str(caught.value).split("\n  - ")[1:]
+    expected = (
+        *("--steps must be", "seed -1 must be", "'second', settings: --heads must divide --dim"),
+        *("'third', settings: --heads must divide --dim, got 5", "baseline 'nobody' is not"),
+        *("'elu-rop' is unknown", "there is no file", "arm elu-none-decay: arm 'elu-none-decay'"),
+    )
+    for words in expected:
+        assert sum(words in fault for fault in faults) >= 1, (words, faults)
+    assert sum("elu-rop'" in fault for fault in faults) == 3  # of each group
+    assert len(faults) == len(expected) + 2
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
@@ -136,6 +175,11 @@ def test_every_fault_is_named_at_once() -> None:
         ),
         ('arms = ["elu-none"]\npairs = ["elu-none"]', "pairs must be a list of two arms each"),
         ('arms = ["elu-none"]\npairs = 3', "pairs must be a list of two arms each, got 3"),
+        ('arms = ["elu-none"]\n[arm.elu-none]\nthreads = 2', "threads must be equal in all runs"),
+        ('arms = ["elu-none"]\n[sweep]\ncpu = [true]', "cpu must be equal in all runs"),
+        ('arms = [["elu-none"]]', r"arm \['elu-none'\] is unknown"),
+        ('preset = ["demo"]\narms = ["elu-none"]', r"preset \['demo'\] is unknown"),
+        ('arms = ["elu-none"]\npairs = [[["elu-none"], "a"]]', "pairs must be a list of two arms"),
         ('arms = ["elu-none"]\n[settings]\nheads = 3', "--heads must divide --dim"),
         ('arms = ["elu-none"]\n[arm.elu-rope]\nsteps = 3', r"\[arm.elu-rope\] is about an arm"),
         ('arms = ["elu-none"]\n[group]\nseeds = [1]', r"group must be written as \[\[group\]\]"),

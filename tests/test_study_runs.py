@@ -23,6 +23,7 @@ from enwik8.errors import UserError
 from enwik8.interrupt import Lock
 from enwik8.study import queue, runner, speeds, worker
 from enwik8.study import report as reporting
+from enwik8.study.plan import parse
 
 
 @pytest.fixture(scope="module")
@@ -326,3 +327,27 @@ def test_a_study_is_no_work_for_several_processes(
     assert main(["study", "demo", "--out", str(tmp_path / "out")]) == 2
     assert "study works in one process" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_accelerators_are_shared_out_by_turns(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two devices, four runs at once: each device has two, under the name that it had here."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    monkeypatch.setattr(queue.torch.cuda, "is_available", lambda: True)
+    given: list[str] = []
+
+    class Popen(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(self, command: list[str], **options: Any) -> None:
+            given.append(options["env"]["CUDA_VISIBLE_DEVICES"])
+            super().__init__([sys.executable, "-c", "pass"], **options)
+
+    monkeypatch.setattr(queue.subprocess, "Popen", Popen)
+    plan = parse(tiny(text, settings="", top='arms = ["elu-none"]\nseeds = [0, 1, 2, 3]'), "it")
+    runs = [dataclasses.replace(r, settings=dataclasses.replace(r.settings, cpu=False))
+            for r in plan.runs]  # fmt: skip
+    queue.run_all(runs, tmp_path, workers=4, evaluation=None, command="", finished=lambda *_: None)
+    assert sorted(given) == ["5", "5", "7", "7"]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setattr(queue.torch.cuda, "device_count", lambda: 3)
+    assert queue._devices() == ["0", "1", "2"]

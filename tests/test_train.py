@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 
 from enwik8 import checkpoint, metrics, run_folder
 from enwik8 import run as running
@@ -177,6 +178,27 @@ def test_log_that_lacks_rows_of_the_checkpoint_is_refused(tmp_path: Path, tiny: 
     with pytest.raises(UserError, match="does not hold the rows"):
         train(tiny, "elu-rope", tmp_path, resume=True)
     assert (tmp_path / "metrics.csv").read_text() == short
+
+
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"threads": 2}])
+def test_resume_goes_on_alike_where_bits_may_differ(
+    tmp_path: Path, tiny: Settings, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Threads or half precision: the same batches, and losses that are equal to rounding."""
+    AcceleratorState._reset_state(True)  # the precision is one for a process
+    settings = change(tiny, steps=20, **options)
+    train(settings, "elu-rope", tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        at_step(patch, 10, kill(signal.SIGTERM))
+        with pytest.raises(Interrupted):
+            train(settings, "elu-rope", tmp_path / "parts")
+    train(settings, "elu-rope", tmp_path / "parts", resume=True)
+    whole, parts = rows(tmp_path / "whole"), rows(tmp_path / "parts")
+    assert [row["batch_hash"] for row in whole] == [row["batch_hash"] for row in parts]
+    name = "train_bits_per_byte"
+    for row, other in zip(whole, parts, strict=True):
+        assert float(row[name]) == pytest.approx(float(other[name]), abs=2e-3), row["step"]
+    AcceleratorState._reset_state(True)
 
 
 def test_resume_with_another_configuration_names_the_differences(

@@ -50,7 +50,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Evaluation", "Plan", "RunSpec", "changes", "parse", "slug"]
+__all__ = ["Evaluation", "Plan", "RunSpec", "changes", "examine", "parse", "slug"]
 
 # Settings that leave the run as it is: no part of its name, and free to change later.
 UNNAMED = FREE_ON_RESUME - {"evaluate_every", "corpus"}
@@ -58,6 +58,8 @@ _TOP = (
     *("title", "preset", "baseline", "arms", "seeds", "pairs"),
     *("settings", "sweep", "arm", "group", "evaluation"),
 )
+# What a run computes with.
+_SHARED = ("threads", "cpu")
 _GROUP = ("name", "arms", "seeds", "settings", "sweep")
 
 
@@ -104,15 +106,23 @@ def parse(text: str, source: str) -> Plan:
     Raises:
         UserError: with every fault of the file, a line each.
     """
+    plan, faults = examine(text, source)
+    refuse(source, faults)
+    return plan
+
+
+def examine(text: str, source: str) -> tuple[Plan, list[str]]:
+    """The plan of what is right in a study file, for further checks, and the faults of the rest.
+
+    Raises:
+        UserError: the file is not TOML.
+    """
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{source} is not TOML ({error}); correct it there") from error
     reader = _Reader(data)
-    plan = reader.plan(text)
-    refuse(source, reader.faults)
-    assert plan is not None  # there were faults otherwise
-    return plan
+    return reader.plan(text), reader.faults
 
 
 def refuse(source: str, faults: Sequence[str]) -> None:
@@ -129,13 +139,15 @@ class _Reader:
     def __init__(self, data: Mapping[str, Any]) -> None:
         self.data = data
         self.faults: list[str] = []
+        self.arms: list[str] = []  # as they are written, right or wrong
+        self.unsure = False  # a width or a number of heads is wrong: what fits it is not known
 
-    def plan(self, text: str) -> Plan | None:
+    def plan(self, text: str) -> Plan:
         data = self.data
         self._names(data, _TOP, "the file")
         name = data.get("preset")
         base = Settings()
-        if name is not None and name not in PRESETS:
+        if name is not None and not (isinstance(name, str) and name in PRESETS):
             self.faults.append(f"preset {name!r} is unknown; known presets: {', '.join(PRESETS)}")
         elif name is not None:
             base = PRESETS[name].settings
@@ -150,14 +162,17 @@ class _Reader:
             groups = []
         runs: dict[str, RunSpec] = {}
         for number, group in enumerate(groups, start=1):
-            where = f"group {group.get('name', number)!r}" if "group" in data else "the file"
+            label = group.get("name", number)
+            if not isinstance(label, str | int):
+                self.faults.append(f"group {number}: name must be a text, got {label!r}")
+            where = f"group {label!r}" if "group" in data else "the file"
             for run in self._group(group, where, base, of_arm):
                 if runs.setdefault(run.folder, run) != run:
                     self.faults.append(
-                        f"{where} gives {run.folder} other threads or checkpoints than another "
-                        "group does; give both the same"
+                        f"{where} gives {run.folder} other checkpoints than another group does; "
+                        "give both the same"
                     )
-        used = list(dict.fromkeys(run.arm for run in runs.values()))
+        used = list(dict.fromkeys(self.arms))
         for arm in of_arm:
             if used and arm not in used:
                 self.faults.append(f"[arm.{arm}] is about an arm that no group trains")
@@ -171,14 +186,13 @@ class _Reader:
         if not isinstance(title, str):
             self.faults.append(f"title must be a text, got {title!r}")
         evaluation = self._evaluation(data.get("evaluation", {}))
-        if self.faults:
-            return None
         return Plan(title, baseline, base, tuple(runs.values()), evaluation, text, pairs)
 
     def _pairs(self, values: Any, arms: Sequence[str]) -> tuple[tuple[str, str], ...]:
         found = []
         for pair in values if isinstance(values, list) else [values]:
-            if not isinstance(pair, list) or len(pair) != 2 or pair[0] == pair[1]:
+            texts = isinstance(pair, list) and all(isinstance(each, str) for each in pair)
+            if not texts or len(pair) != 2 or pair[0] == pair[1]:
                 self.faults.append(f"pairs must be a list of two arms each, got {pair!r}")
             elif arms and not set(pair) <= set(arms):
                 self.faults.append(
@@ -197,15 +211,20 @@ class _Reader:
     ) -> Iterator[RunSpec]:
         if group:
             self._names(group, _GROUP, where)
-        arms = self._list(group.get("arms", self.data.get("arms")), "arms", where)
-        for arm in arms:
-            if arm not in METHODS:
+        arms = []
+        for arm in self._list(group.get("arms", self.data.get("arms")), "arms", where):
+            self.arms += [arm] if isinstance(arm, str) else []
+            if isinstance(arm, str) and arm in METHODS:
+                arms.append(arm)
+            else:
                 near = difflib.get_close_matches(str(arm), METHODS, 3)
                 hint = f"; did you mean {' or '.join(near)}?" if near else "; see `arms`"
                 self.faults.append(f"{where}: arm {arm!r} is unknown{hint}")
-        seeds = self._list(group.get("seeds", self.data.get("seeds", [0])), "seeds", where)
-        for seed in seeds:
-            if type(seed) is not int or not 0 <= seed < 2**63:
+        seeds = []
+        for seed in self._list(group.get("seeds", self.data.get("seeds", [0])), "seeds", where):
+            if type(seed) is int and 0 <= seed < 2**63:
+                seeds.append(seed)
+            else:
                 self.faults.append(f"{where}: seed {seed!r} must be an integer in 0 .. 2**63 - 1")
         own = self._settings(group.get("settings", {}), f"{where}, settings")
         settings = self._replaced(base, own, f"{where}, settings")
@@ -213,9 +232,8 @@ class _Reader:
         axes = []
         for name, values in sweep.items():
             values = self._list(values, f"sweep of {name}", where)
-            axes.append([self._settings({name: value}, f"{where}, sweep") for value in values])
-        if self.faults:
-            return
+            right = [self._settings({name: value}, f"{where}, sweep") for value in values]
+            axes.append([each for each in right if each] or [{}])
         for seed in seeds:
             for parts in itertools.product(*axes):
                 swept = {name: value for part in parts for name, value in part.items()}
@@ -271,31 +289,40 @@ class _Reader:
         for name, value in self._table(values, where).items():
             if name == "seed":
                 self.faults.append(f"{where}: give seeds = [...] instead of a seed")
+            elif name in _SHARED and where != "[settings]":
+                self.faults.append(
+                    f"{where}: {name} must be equal in all runs, or their speeds do not compare; "
+                    "give it in [settings]"
+                )
             elif name not in kinds:
                 near = difflib.get_close_matches(name, kinds, 1)
                 hint = f"; did you mean {near[0]!r}?" if near else "; see `train --help`"
                 self.faults.append(f"{where}: the setting {name!r} is unknown{hint}")
             elif not _fits(value, kinds[name]):
                 self.faults.append(f"{where}: {name} cannot be {value!r}; {_wanted(kinds[name])}")
+                self.unsure |= name in ("dim", "heads")
             else:
-                # As a float where a float is meant, so that 1 and 1.0 are one run.
-                kept[name] = float(value) if kinds[name] is float else value
                 alone = {"dim": value, "heads": 1} if name == "dim" else {name: value}
                 alone = {"dim": value, "heads": value} if name == "heads" else alone
-                self._possible(Settings(**alone), where)
+                if self._possible(Settings(**alone), where):
+                    # As a float where a float is meant, so that 1 and 1.0 are one run.
+                    kept[name] = float(value) if float in _options(kinds[name]) else value
+                else:
+                    self.unsure |= name in ("dim", "heads")
         return kept
 
     def _possible(self, settings: Settings, where: str) -> bool:
         try:
             settings.check()
         except ValueError as error:
-            self.faults.append(f"{where}: {error}")
+            if not any(fault.endswith(f": {error}") for fault in self.faults):
+                self.faults.append(f"{where}: {error}")
             return False
         return True
 
     def _replaced(self, settings: Settings, values: Mapping[str, Any], where: str) -> Settings:
         result = dataclasses.replace(settings, **values)
-        if not self.faults:  # together: heads that do not divide the width
+        if not self.unsure:  # together: heads that do not divide the width
             self._possible(result, where)
         return result
 

@@ -25,7 +25,7 @@ from ..run import make_sampler
 from ..tasks import make_config
 from . import estimate, speeds
 from .dry_run import costs
-from .plan import Plan, RunSpec, changes, parse, refuse
+from .plan import Plan, RunSpec, changes, examine, parse, refuse
 from .presets import STUDIES
 from .queue import run_all
 from .report import report
@@ -76,9 +76,9 @@ def study(
         raise UserError(f"--time-steps must not be negative, got {time_steps}")
     if measure_speed < 0:
         raise UserError(f"--measure-speed must not be negative, got {measure_speed}")
-    plan, source = _read(file, out)
+    plan, source, faults = _read(file, out)
+    corpora = check_possible(plan, source, faults)
     refuse_changes(plan, out)
-    corpora = check_possible(plan, source)
     results = load_results(plan, out)
     refuse(str(out), _foreign(results, corpora))
     if dry_run:
@@ -121,7 +121,8 @@ def _announce(run: RunSpec, seconds: float) -> None:
     tqdm.write(f"finished {run.folder} ({seconds:,.0f} s)", file=sys.stderr)
 
 
-def _read(file: str | None, out: Path) -> tuple[Plan, str]:
+def _read(file: str | None, out: Path) -> tuple[Plan, str, list[str]]:
+    """The plan, how to call it, and what is wrong with its file."""
     if file is None:
         path = out / COPY
         if not path.exists():
@@ -129,22 +130,22 @@ def _read(file: str | None, out: Path) -> tuple[Plan, str]:
                 f"{out} holds no study yet; name a file, or one of: {', '.join(STUDIES)}"
             )
     elif file in STUDIES and not Path(file).is_file():
-        return parse(STUDIES[file], f"study {file}"), f"study {file}"
+        return parse(STUDIES[file], f"study {file}"), f"study {file}", []
     else:
         path = Path(file)
-    return _parse_file(path), str(path)
+    plan, faults = examine(_text(path), str(path))
+    return plan, str(path), faults
 
 
-def _parse_file(path: Path) -> Plan:
+def _text(path: Path) -> str:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"the study file {path} cannot be read ({reason}); "
             f"studies by name: {', '.join(STUDIES)}"
         ) from error
-    return parse(text, str(path))
 
 
 def refuse_changes(plan: Plan, out: Path) -> None:
@@ -155,7 +156,7 @@ def refuse_changes(plan: Plan, out: Path) -> None:
     """
     if not (out / COPY).exists():
         return
-    wrong, _ = changes(_parse_file(out / COPY), plan)
+    wrong, _ = changes(parse(_text(out / COPY), str(out / COPY)), plan)
     if wrong:
         raise UserError(
             f"{out} holds a study whose file said otherwise: {'; '.join(wrong)}; a study can only "
@@ -163,8 +164,11 @@ def refuse_changes(plan: Plan, out: Path) -> None:
         )
 
 
-def check_possible(plan: Plan, source: str) -> dict[str, Corpus]:
+def check_possible(plan: Plan, source: str, faults: Sequence[str] = ()) -> dict[str, Corpus]:
     """Refuse what a run would refuse later: models, windows, precision, corpora.
+
+    Args:
+        faults: those of the file, which are named with what is found here.
 
     Returns:
         The corpora, by the name that the settings have for them.
@@ -172,7 +176,7 @@ def check_possible(plan: Plan, source: str) -> dict[str, Corpus]:
     Raises:
         UserError: all faults, a line each.
     """
-    faults: list[str] = []
+    faults = list(faults)
     corpora: dict[str, Corpus] = {}
     tried: set[tuple[Any, ...]] = set()
 
@@ -183,7 +187,8 @@ def check_possible(plan: Plan, source: str) -> dict[str, Corpus]:
         try:
             action()
         except (UserError, ValueError, OSError, RuntimeError) as error:
-            faults.append(f"{what}: {error}")
+            if not any(fault.endswith(f": {error}") for fault in faults):  # of the file already
+                faults.append(f"{what}: {error}")
 
     def load(s: Settings) -> None:
         corpora[s.corpus] = load_corpus(s.corpus, data_dir=s.data_dir)
@@ -197,7 +202,10 @@ def check_possible(plan: Plan, source: str) -> dict[str, Corpus]:
             partial(Accelerator, cpu=s.cpu, mixed_precision=s.precision),
         )
         size = (s.layers, s.dim, s.heads, s.features, s.length, s.objective, s.dropout)
-        attempt(f"arm {run.arm}", (run.arm, *size), partial(estimate.parameters, run))
+        fields = partial(model_fields, s, find(run.arm))
+        attempt(f"arm {run.arm}", (run.arm, s.objective), fields)
+        if s.dim % s.heads == 0:  # it has been said otherwise
+            attempt(f"arm {run.arm}", (run.arm, *size), partial(estimate.parameters, run))
         if s.corpus in corpora:
             windows = (s.corpus, s.length, s.batch_size, *s.seeds.values())
             attempt(run.folder, windows, partial(make_sampler, s, corpora[s.corpus]))

@@ -57,13 +57,13 @@ def work(task: dict[str, Any]) -> None:
     settings = Settings(**task["settings"])
     _wait_for(folder)
     result = read_result(folder)
-    # A run that has all its steps comes here again for another evaluation only, which says nothing
-    # about the memory of training.
-    trained = (result.get("steps"), result.get("peak_memory")) if result else (0, 0)
+    # A run that has all its steps comes here again for an evaluation only, which says nothing about
+    # the memory of training.
+    log = folder / "metrics.csv"
+    before = len(log.read_text(encoding="utf-8").splitlines()) - 1 if log.exists() else 0
     done = train(settings, task["arm"], folder, resume=True, command=task["command"])
-    if trained[0] != done.step:
-        trained = (done.step, _peak_memory())
-    result = {**result, "steps": trained[0], "peak_memory": trained[1]}
+    memory = result.get("peak_memory") if before >= done.step else _peak_memory()
+    result = {**result, "steps": done.step, "peak_memory": memory}
     _write(folder, result)
     plan = task["evaluation"]
     if plan is not None and result.get("evaluated") != plan:
