@@ -116,7 +116,7 @@ class Study:
     """
 
     file: Positional[str | None] = None
-    """Study file (TOML), or demo, small or a contest (none: the study in the folder --out)."""
+    """Study file (TOML), or a name such as demo or small (none: the study in the folder --out)."""
     out: Path = field(kw_only=True)
     """Folder of the study. More runs may be added to one that is there; nothing else may change."""
     workers: int = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from enwik8.__main__ import main
 from enwik8.evaluate import evaluate
 from enwik8.presets import Settings
 from enwik8.train import train
-from linear_rope import Config, LanguageModel
+from linear_rope import Config, LanguageModel, Rotary, make_feature_map
 from linear_rope.feature_maps import SoftmaxRandomFeatures
 
 CONFIG = Config(
@@ -126,3 +127,21 @@ def test_bad_input_is_one_sentence_and_writes_nothing(
     assert code == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_rotated_favor_features_estimate_the_kernel_times_a_function_of_distance() -> None:
+    """E[phi(q)^T R_d phi(k)] = exp(q . k / sqrt(D)) mean_i cos(d theta_i), over the draws."""
+    width, features, distance = 16, 32, 7
+    q, k = 0.3 * torch.randn(2, 1, 1, 1, width, generator=torch.Generator().manual_seed(0))
+    rotary = Rotary(features)
+    found = []
+    for seed in range(400):
+        phi = make_feature_map("favor+", width, features=features, seed=seed)
+        here, there = (rotary(phi(x), torch.tensor([p])) for x, p in ((q, 0), (k, distance)))
+        found.append(float((here * there).sum()))
+    values = torch.tensor(found, dtype=torch.float64)
+    angles = distance * 10000.0 ** (-2 * torch.arange(features // 2) / features)
+    want = math.exp(float((q * k).sum()) / width**0.5) * float(angles.cos().mean())
+    error = float(values.std()) / len(found) ** 0.5
+    assert error < 0.05 * want
+    assert float(values.mean()) == pytest.approx(want, abs=4 * error)

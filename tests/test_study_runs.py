@@ -218,7 +218,7 @@ def test_other_studies_and_damaged_files_are_left_untouched(
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["nonsense"], "studies by name: demo, small, contest"),
+        (["nonsense"], "studies by name: demo, small, rates"),
         ([], "holds no study yet; name a file, or one of: demo"),
         (["demo", "--workers", "0"], "--workers must be at least 1"),
         (["demo", "--time-steps", "-1"], "--time-steps must not be negative"),

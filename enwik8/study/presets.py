@@ -65,13 +65,23 @@ layers = 6
 dim = 256
 length = 512
 steps = 400
+"""
 
-[[group]]
-name = "learning rates"
+# A study of its own: where rates are swept, each arm is reported at its best one.
+_RATES = """\
+title = "Learning rates of linear attention at the small size"
+preset = "small"
+baseline = "elu-none"
 arms = ["elu-none", "elu-rope", "favor-rope-before", "favor-rope"]
-seeds = [0]
-[group.sweep]
-learning_rate = [4e-3, 1e-3]
+pairs = [["favor-rope", "favor-rope-before"]]
+
+[settings]
+features = 64
+evaluate_every = 100
+checkpoint_every = 250
+
+[sweep]
+learning_rate = [1e-3, 2e-3, 4e-3, 8e-3]
 """
 
 _FINALISTS = """\
@@ -181,6 +191,7 @@ STUDIES: Mapping[str, str] = MappingProxyType(
     {
         "demo": _DEMO,
         "small": _SMALL,
+        "rates": _RATES,
         "contest": _CONTEST,
         "contest-1024": _CONTEST_1024,
         "contest-20m": _CONTEST_20M,
