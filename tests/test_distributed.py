@@ -124,6 +124,7 @@ def apart(rank: int, folder: Path, text: Path) -> None:
     def earlier(path: Path) -> Any:
         state = plain(path)
         state["step"] = 2
+        state["batch_hash"] = rows(out)[1]["batch_hash"]
         return state
 
     training.checkpoint.load = earlier  # type: ignore[assignment]
