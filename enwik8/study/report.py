@@ -179,25 +179,23 @@ def _findings(each: Condition, unit: str) -> list[str]:
     for row in sorted(each.chosen, key=lambda row: row.final.mean):
         if row is base or row.difference is None:
             continue
-        change = _change(row.difference)
-        text = f"{row.arm}: {_plain(row.final)}, {change.format('against the baseline')}"
+        text = f"{row.arm}: {_plain(row.final)}, {_change(row.difference, 'the baseline')}"
         if row.reached is not None and row.reached.share is not None:
             text += f"; the baseline's final loss after {_share(row)} of its tokens"
         lines.append(text + ".")
-    for arm, other, difference in each.pairs:
-        lines.append(f"{arm}: {_change(difference).format(f'against {other}')}.")
+    lines += [f"{arm}: {_change(difference, other)}." for arm, other, difference in each.pairs]
     return lines
 
 
-def _change(change: Interval) -> str:
-    """The difference, with a place for what it is against, and whether it says anything."""
+def _change(change: Interval, other: str) -> str:
+    """The difference to another arm, and whether it says anything."""
     if change.count == 1:
         verdict = "one seed: no interval, so no claim"
     elif not change.excludes_zero:
         verdict = "not told apart: the interval holds 0"
     else:
         verdict = f"{'better' if change.mean < 0 else 'worse'}, beyond the interval"
-    return f"{_plain(change, signed=True)} {{}} ({verdict})"
+    return f"{_plain(change, signed=True)} against {other} ({verdict})"
 
 
 def _plain(value: Interval, *, signed: bool = False, digits: int = 4) -> str:
