@@ -6,13 +6,14 @@ import csv
 import dataclasses
 import json
 import os
-import random
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from run_files import tiny_run
+from study_files import make_text
 
 from enwik8 import compare as comparison
 from enwik8 import train as training
@@ -28,24 +29,8 @@ from enwik8.train import RunResult
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Settings:
-    path = tmp_path_factory.mktemp("corpus") / "text.txt"
-    words = ["the", "of", "and", "to", "in", "is", "was", "for", "on", "that", "with", "as"]
-    path.write_text(" ".join(random.Random(0).choices(words, k=4000)))
-    return Settings(
-        corpus=str(path),
-        layers=1,
-        dim=16,
-        heads=2,
-        length=16,
-        batch_size=4,
-        steps=6,
-        warmup=2,
-        evaluate_every=3,
-        validation_bytes=100,
-        checkpoint_every=3,
-        threads=1,
-        cpu=True,
-    )
+    settings = tiny_run(make_text(tmp_path_factory.mktemp("corpus") / "text.txt"))
+    return dataclasses.replace(settings, steps=6, warmup=2, evaluate_every=3)
 
 
 def rows(folder: Path) -> list[dict[str, str]]:

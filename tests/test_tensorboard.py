@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from run_files import tiny_run
 from study_files import make_text
 
 pytest.importorskip("tensorboard")
@@ -35,23 +36,8 @@ SCALARS = {
 
 @pytest.fixture
 def tiny(tmp_path: Path) -> Settings:
-    return Settings(
-        corpus=make_text(tmp_path / "text.txt"),
-        layers=1,
-        dim=16,
-        heads=2,
-        length=16,
-        batch_size=4,
-        steps=12,
-        warmup=3,
-        dropout=0.1,
-        evaluate_every=5,
-        validation_bytes=100,
-        checkpoint_every=5,
-        threads=1,
-        cpu=True,
-        tensorboard=True,
-    )
+    settings = tiny_run(make_text(tmp_path / "text.txt"))
+    return dataclasses.replace(settings, dropout=0.1, checkpoint_every=5, tensorboard=True)
 
 
 def events(run: Path) -> EventAccumulator:

@@ -10,7 +10,7 @@ import os
 import random
 import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from run_files import tiny_run
 
 from enwik8 import checkpoint, metrics, run_folder
 from enwik8 import run as running
@@ -48,21 +49,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def tiny(text: Path) -> Settings:
-    return Settings(
-        corpus=str(text),
-        layers=2,
-        dim=16,
-        heads=2,
-        length=16,
-        batch_size=4,
-        steps=12,
-        warmup=3,
-        evaluate_every=5,
-        validation_bytes=100,
-        checkpoint_every=5,
-        threads=1,
-        cpu=True,
-    )
+    return dataclasses.replace(tiny_run(str(text)), layers=2, checkpoint_every=5)
 
 
 def change(settings: Settings, **values: Any) -> Settings:
@@ -180,12 +167,20 @@ def test_log_that_lacks_rows_of_the_checkpoint_is_refused(tmp_path: Path, tiny: 
     assert (tmp_path / "metrics.csv").read_text() == short
 
 
+@pytest.fixture
+def own_precision() -> Iterator[None]:
+    """accelerate keeps one precision for a process; that of a test is not that of the next."""
+    AcceleratorState._reset_state(True)
+    yield
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.usefixtures("own_precision")
 @pytest.mark.parametrize("options", [{"precision": "bf16"}, {"threads": 2}])
 def test_resume_goes_on_alike_where_bits_may_differ(
     tmp_path: Path, tiny: Settings, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Threads or half precision: the same batches, and losses that are equal to rounding."""
-    AcceleratorState._reset_state(True)  # the precision is one for a process
     settings = change(tiny, steps=20, **options)
     train(settings, "elu-rope", tmp_path / "whole")
     with monkeypatch.context() as patch:
@@ -198,7 +193,6 @@ def test_resume_goes_on_alike_where_bits_may_differ(
     name = "train_bits_per_byte"
     for row, other in zip(whole, parts, strict=True):
         assert float(row[name]) == pytest.approx(float(other[name]), abs=2e-3), row["step"]
-    AcceleratorState._reset_state(True)
 
 
 def test_resume_with_another_configuration_names_the_differences(
