@@ -135,6 +135,7 @@ def test_no_fault_hides_another(tmp_path: Path) -> None:
         [settings]
         corpus = "{tmp_path}/nothing"
         objective = "mlm"
+        heads = 7
         steps = 0
         [[group]]
         seeds = [-1, 0]
@@ -155,6 +156,7 @@ def test_no_fault_hides_another(tmp_path: Path) -> None:
         *("--steps must be", "seed -1 must be", "'second', settings: --heads must divide --dim"),
         *("'third', settings: --heads must divide --dim, got 5", "baseline 'nobody' is not"),
         *("'elu-rop' is unknown", "there is no file", "arm elu-none-decay: arm 'elu-none-decay'"),
+        "[settings]: --heads must divide --dim, got 7",
     )
     for words in expected:
         assert sum(words in fault for fault in faults) >= 1, (words, faults)
