@@ -20,7 +20,7 @@ from linear_rope.positions import can_read, resolve_positions
 from linear_rope.sampling import check_sampling, pick
 from linear_rope.segments import resolve_segments, unpack
 from linear_rope.states import ModelState
-from linear_rope.stepping import Steps, make_steps, run_steps
+from linear_rope.stepping import Run, Steps, is_watched, make_steps, run_steps
 
 __all__ = ["Block", "Config", "Encoder", "LanguageModel"]
 
@@ -294,16 +294,38 @@ class LanguageModel(_Stack):
     ) -> Iterator[Tensor]:
         """Yields one token after another, (batch,), without end. Arguments as in `generate`."""
         check_sampling(temperature, top_k, top_p)
+        first = (prompt, key_mask, state)
+        return self._stream(first, (temperature, top_k, top_p, generator), alone=False)
+
+    def _stream(self, first: Any, options: Any, *, alone: bool) -> Iterator[Tensor]:
+        """`alone`: nobody can change the model between two tokens, unless hooks do."""
+        prompt, key_mask, state = first
         was_training = self.training
         self.eval()
         try:
             logits, state = self.prefill(prompt, key_mask=key_mask, state=state)
+            alone = alone and not any(is_watched(module) for module in self.modules())
+            run: Run | None = None
+            looked = False
             while True:
-                token = pick(logits, temperature, top_k, top_p, generator)
+                token = pick(logits, *options)
                 yield token  # and the caller may do anything to the model meanwhile
-                logits, state = self._decode(token, state, self._steps(prompt.device))
+                if not (alone and looked):
+                    steps, looked = self._steps(prompt.device), True
+                    if run is not None and run.steps is not steps:
+                        state, run = ModelState(run.states), None
+                    if run is None and steps is not None:
+                        run = Run(steps, len(token), state.layers)
+                if run is None:
+                    logits, state = self._decode(token, state, None)
+                else:
+                    logits = self._next(token, run)
         finally:
             self.train(was_training)
+
+    @torch.no_grad()
+    def _next(self, token: Tensor, run: Run) -> Tensor:
+        return self._logits(self.norm(run(self.embedding(token[:, None]))))[:, 0]
 
     def generate(
         self,
@@ -332,15 +354,9 @@ class LanguageModel(_Stack):
         """
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
-        tokens = self.stream(
-            prompt,
-            key_mask=key_mask,
-            state=state,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            generator=generator,
-        )
+        check_sampling(temperature, top_k, top_p)
+        options = (temperature, top_k, top_p, generator)
+        tokens = self._stream((prompt, key_mask, state), options, alone=True)
         try:
             new = [token for _, token in zip(range(max_new_tokens), tokens, strict=False)]
         finally:

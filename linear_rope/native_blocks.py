@@ -22,7 +22,7 @@ from linear_rope.decoding import NATIVE_MAPS, are_mere_numbers, frequencies_of
 from linear_rope.mixing import OutputGate
 from linear_rope.states import AttentionState
 
-__all__ = ["NativeBlocks", "make_blocks"]
+__all__ = ["NativeBlocks", "NativeRun", "make_blocks"]
 
 # Rows of a batch: the kernels read a weight once for all of them, but keep no tile of it in
 # registers, so that torch's matrix products win for more.
@@ -41,31 +41,20 @@ class NativeBlocks:
         self, x: Tensor, states: Iterable[Any]
     ) -> tuple[Tensor, tuple[AttentionState, ...]] | None:
         """None where this call is not for the kernels, which trust sizes and types."""
-        states = tuple(states)
-        tensors = [x, *(t for state in states for t in (state.S, state.z, state.position))]
-        if not 0 < x.shape[0] <= ROWS or not are_mere_numbers(*tensors):
-            return None
-        if len(states) != len(self._calls) or not self._fits(x, states):
-            return None
-        x, threads = x.clone(memory_format=torch.contiguous_format), torch.get_num_threads()
-        after, given = [], []
-        calls = type(self._calls).from_buffer_copy(self._calls)  # others may be in here too
-        for call, past in zip(calls, states, strict=True):
-            old = [t.contiguous() for t in (past.S, past.z, past.position)]
-            new = [torch.empty_like(t) for t in old]
-            call.x, step = x.data_ptr(), call.step
-            step.batch, step.threads = x.shape[0], threads
-            step.S0, step.z0, step.position = (t.data_ptr() for t in old)
-            step.S, step.z, step.next = (t.data_ptr() for t in new)
-            given.append(old)
-            after.append(past._replace(S=new[0], z=new[1], position=new[2]))
-        run_blocks(calls)
-        return x, tuple(after)
+        run = self.begin(x.shape[0], tuple(states))
+        out = None if run is None else run(x)
+        return None if run is None or out is None else (out, run.states)
 
-    def _fits(self, x: Tensor, states: Sequence[Any]) -> bool:
-        batch = x.shape[0]
-        if x.dtype != self._dtype or x.shape != (batch, 1, self._calls[0].dim):
-            return False
+    def begin(self, batch: int, states: tuple[Any, ...]) -> NativeRun | None:
+        """Tokens one after another from these states; None where those are not for the kernels."""
+        tensors = (t for state in states for t in (state.S, state.z, state.position))
+        if not 0 < batch <= ROWS or len(states) != len(self._calls):
+            return None
+        if not self._fits(batch, states) or not are_mere_numbers(*tensors):
+            return None
+        return NativeRun(self._calls, (batch, 1, self._calls[0].dim), self._dtype, states)
+
+    def _fits(self, batch: int, states: Sequence[Any]) -> bool:
         for call, state in zip(self._calls, states, strict=True):
             shape = (batch, call.step.key_heads, call.step.M)
             fits = (
@@ -78,6 +67,62 @@ class NativeBlocks:
             if not fits:
                 return False
         return True
+
+
+class NativeRun:
+    """Tokens one after another, x (batch, 1, dim) -> the same after the blocks.
+
+    The states after a token go to one of two sets of memory that take turns, so that a token costs
+    no allocation and no addresses are looked up anew. Those that it began with are only read.
+    """
+
+    def __init__(
+        self,
+        calls: ctypes.Array[BlockCall],
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        states: tuple[AttentionState, ...],
+    ) -> None:
+        self._blocks, self._shape, self._dtype, self._begun = calls, shape, dtype, states
+        self._sets = [[[t.contiguous() for t in (s.S, s.z, s.position)] for s in states]]
+        self._calls: dict[tuple[int, int, int], ctypes.Array[BlockCall]] = {}
+        self._now = 0  # the set that holds the states
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        """None where this token is not for the kernels; the states then are as before."""
+        if x.dtype != self._dtype or x.shape != self._shape or not are_mere_numbers(x):
+            return None
+        x = x.clone(memory_format=torch.contiguous_format)
+        to = 2 if self._now == 1 else 1
+        key = (self._now, to, torch.get_num_threads())
+        calls = self._calls.get(key)
+        if calls is None:
+            calls = self._calls[key] = self._make_calls(*key)
+        address = x.data_ptr()
+        for call in calls:
+            call.x = address
+        run_blocks(calls)
+        self._now = to
+        return x
+
+    def _make_calls(self, old: int, new: int, threads: int) -> ctypes.Array[BlockCall]:
+        if new == len(self._sets):
+            self._sets.append([[torch.empty_like(t) for t in state] for state in self._sets[0]])
+        calls = type(self._blocks).from_buffer_copy(self._blocks)
+        for call, given, after in zip(calls, self._sets[old], self._sets[new], strict=True):
+            step = call.step
+            step.batch, step.threads = self._shape[0], threads
+            step.S0, step.z0, step.position = (t.data_ptr() for t in given)
+            step.S, step.z, step.next = (t.data_ptr() for t in after)
+        return calls
+
+    @property
+    def states(self) -> tuple[AttentionState, ...]:
+        """The layers' states after the last token; the second token from here overwrites them."""
+        return tuple(
+            state._replace(S=S, z=z, position=position)
+            for state, (S, z, position) in zip(self._begun, self._sets[self._now], strict=True)
+        )
 
 
 def make_blocks(

@@ -28,9 +28,10 @@ def pick(
     """One token a row from logits (batch, vocab): greedy at temperature 0, else a draw."""
     if temperature < 1e-6:  # below that the division overflows, and the result is the same
         return logits.argmax(-1)
-    # Relative to the largest logit, so that a tiny temperature overflows to -inf only.
     logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    if temperature != 1:
+        # Relative to the largest logit, so that a tiny temperature overflows to -inf only.
+        logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if top_k is not None and top_k < logits.shape[-1]:
         best = logits.topk(top_k, dim=-1).indices  # by index: of equal logits no more than k stay
         kept = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, best, True)

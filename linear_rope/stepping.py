@@ -24,7 +24,7 @@ from linear_rope.feature_base import FeatureMap
 from linear_rope.native_blocks import make_blocks
 from linear_rope.rotary import Rotary
 
-__all__ = ["Steps", "make_steps", "run_steps"]
+__all__ = ["Run", "Steps", "is_watched", "make_steps", "run_steps"]
 
 # x (batch, 1, dim) and a layer's state -> the same after the layer
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
@@ -39,7 +39,7 @@ class Steps:
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.device, self.blocks = device, tuple(blocks)
-        self.native = make_blocks(self.blocks, _is_watched) if device.type == "cpu" else None
+        self.native = make_blocks(self.blocks, is_watched) if device.type == "cpu" else None
         self._each: list[Step] | None = None
         self._same: list[tuple[dict[str, Any], str, Any]] = []
         self._hooks: list[Any] = []
@@ -117,6 +117,30 @@ def run_steps(steps: Steps, x: Tensor, states: Iterable[Any]) -> tuple[Tensor, t
     return x, tuple(after)
 
 
+class Run:
+    """Tokens one after another, x (batch, 1, dim) -> the same after the blocks, with states that
+    nobody else sees meanwhile."""
+
+    def __init__(self, steps: Steps, batch: int, states: Iterable[Any]) -> None:
+        self.steps, self._states = steps, tuple(states)
+        self._native = None
+        if steps.native is not None:
+            self._native = steps.native.begin(batch, self._states)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self._native is not None:
+            if (out := self._native(x)) is not None:
+                return out
+            self._states, self._native = self._native.states, None
+        x, self._states = run_steps(self.steps, x, self._states)
+        return x
+
+    @property
+    def states(self) -> tuple[Any, ...]:
+        """The layers' states after the last token, to go on otherwise."""
+        return self._states if self._native is None else self._native.states
+
+
 def _is_plain(block: Any) -> bool:
     if type(block) is not Block or type(block.attention) is not RotaryLinearAttention:
         return False
@@ -130,11 +154,11 @@ def _is_plain(block: Any) -> bool:
         and (rotary is None or (type(rotary) is Rotary and not rotary.by_length))
         and isinstance(weight, Tensor)  # a quantized projection has a method there
         and weight.dtype in (torch.float32, torch.float64)
-        and not (_is_watched(block) or _is_watched(layer))
+        and not (is_watched(block) or is_watched(layer))
     )
 
 
-def _is_watched(module: nn.Module) -> bool:
+def is_watched(module: nn.Module) -> bool:
     """Whether a hook wants to see the module's calls, or a function of its own stands in."""
     return bool(
         "forward" in vars(module)
@@ -147,7 +171,7 @@ def _is_watched(module: nn.Module) -> bool:
 
 def _direct(module: Any) -> Callable[[Tensor], Tensor]:
     """The function behind a plain module; the module itself, if it is anything but plain."""
-    if not _is_watched(module):
+    if not is_watched(module):
         if type(module) is nn.Linear:
             weight, bias = module.weight, module.bias
             return lambda x: F.linear(x, weight, bias)
