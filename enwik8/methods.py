@@ -191,6 +191,23 @@ _RECIPES: dict[str, tuple[str, dict[str, object]]] = {
         {**_BEST, **_CONV, "mlp_ratio": 3.453125},
     ),
     "best-shift": ("the recipe with token shift", {**_BEST, "token_shift": True}),
+    "best-qk-norm": ("the recipe with normed queries and keys", {**_BEST, "qk_norm": True}),
+    "best-selective": (
+        "the recipe with selective rotation in place of RoPE",
+        {**_BEST, "rotary_scaling": "selective", "mlp_ratio": 3.3984375},
+    ),
+    "best-bias": (
+        "the recipe with all heads' decay from 21 bytes",
+        {**_BEST, "decay": "learned:bias=3"},
+    ),
+    "best-fixed": (
+        "the recipe with fixed decay, 1 - 2^-2 to 1 - 2^-5 over the heads",
+        {**_BEST, "decay": "fixed"},
+    ),
+    "best-retnet": (
+        "the recipe with RetNet's fixed decay, 1 - 2^-5 to 1 - 2^-8 over four heads",
+        {**_BEST, "decay": "fixed:first=5,last=8"},
+    ),
     "best-local": (
         "the recipe with one head of softmax attention to the last 64 bytes",
         {**_BEST, "local_heads": 1},
@@ -238,6 +255,18 @@ _RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     "softmax-rope-llama": (
         "softmax attention; RoPE; LLaMA's block",
         {**_SOFTMAX, "block": "llama"},
+    ),
+    "softmax-rope-shift": (
+        "softmax attention; RoPE; token shift",
+        {**_SOFTMAX, "token_shift": True},
+    ),
+    "softmax-rope-qk-norm": (
+        "softmax attention; RoPE; normed queries and keys",
+        {**_SOFTMAX, "qk_norm": True},
+    ),
+    "softmax-rope-norm": (
+        "softmax attention; RoPE; output norm",
+        {**_SOFTMAX, "output_norm": True},
     ),
     "softmax-rope-gate": ("softmax attention; RoPE; output gate", {**_SOFTMAX, **_GATE}),
     "softmax-rope-conv": (

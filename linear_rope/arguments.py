@@ -163,9 +163,9 @@ def check_arguments(
             )
         if log_decay.device != q.device:
             raise ValueError(f"log_decay is on {log_decay.device} but q is on {q.device}")
-        if can_read(log_decay) and bool((log_decay > 0).any()):
+        if can_read(log_decay) and not bool((log_decay <= 0).all()):
             raise ValueError(
-                "log_decay must be <= 0 (a factor of at most 1), got "
+                "log_decay must be <= 0 (a factor of at most 1), and not NaN, got "
                 f"{float(log_decay.max()):.4g}; for a gate use logsigmoid"
             )
     if (state is not None or return_state) and not causal:

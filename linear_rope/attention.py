@@ -178,7 +178,7 @@ class RotaryLinearAttention(AttentionBase):
     def _make_local(self, heads: int, window: int, rotary: Rotary | None) -> LocalHeads:
         self._check_order(local_heads=heads)
         group = self.heads // self.kv_heads
-        if not isinstance(heads, int) or heads % group or not 0 < heads < self.heads:
+        if type(heads) is not int or heads % group or not 0 < heads < self.heads:
             raise ValueError(
                 f"local_heads={heads!r} must leave one of heads={self.heads} linear, and be a "
                 f"multiple of heads / kv_heads = {group}, which share a key head"

@@ -118,6 +118,10 @@ class Config:
         )
         if self.dim % self.heads:
             raise ValueError(f"heads={self.heads} does not divide dim={self.dim}; choose a divisor")
+        if self.heads % (self.kv_heads or 1):
+            raise ValueError(
+                f"kv_heads={self.kv_heads} does not divide heads={self.heads}; choose a divisor"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
         if self.init_std is not None and not 0.0 < self.init_std < math.inf:
@@ -140,6 +144,12 @@ class Config:
         if self.local_heads >= self.heads:
             raise ValueError(
                 f"local_heads={self.local_heads} must leave one of heads={self.heads} linear"
+            )
+        group = self.heads // (self.kv_heads or self.heads)
+        if self.local_heads and self.local_heads % group:
+            raise ValueError(
+                f"local_heads={self.local_heads} must be a multiple of heads / kv_heads = {group}, "
+                "which share a key head"
             )
         given = [n for n in ("features", "redraw_interval") if getattr(self, n) is not None]
         if given and (self.attention == "softmax" or not self.feature_map.startswith("favor")):

@@ -39,6 +39,9 @@ BIAS = 3.0
 # Where learned decays start unless told otherwise: tokens, the first and the last head.
 TIME_SCALES = (4.0, 4096.0)
 
+# A shorter time-scale keeps nothing that a number could hold: exp(-1 / 0.01) is 4e-44.
+SHORTEST = 0.01
+
 
 def spread(heads: int, first: float, last: float) -> list[float]:
     """Time-scales in tokens, a head each, from `first` to `last` in equal ratios.
@@ -46,13 +49,16 @@ def spread(heads: int, first: float, last: float) -> list[float]:
     A single head gets their geometric mean.
 
     Raises:
-        ValueError: no head, or a time-scale that is not positive and finite.
+        ValueError: no head, or a time-scale below `SHORTEST` or not finite.
     """
     if heads < 1:
         raise ValueError(f"heads={heads} must be at least 1")
     for tau in (first, last):
-        if not 0.0 < tau < math.inf:
-            raise ValueError(f"a time-scale of {tau} tokens must be positive and finite")
+        if not SHORTEST <= tau < math.inf:
+            raise ValueError(
+                f"a time-scale of {tau} tokens must be finite and at least {SHORTEST}: exp(-1/tau) "
+                "is what is left after a token"
+            )
     if heads == 1:
         return [math.sqrt(first * last)]
     return [first * (last / first) ** (h / (heads - 1)) for h in range(heads)]

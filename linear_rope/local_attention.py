@@ -121,7 +121,7 @@ class LocalHeads(nn.Module):
         output_norm: bool = False,
     ) -> None:
         super().__init__()
-        if not isinstance(window, int) or window < 1:
+        if type(window) is not int or window < 1:
             raise ValueError(
                 f"window={window!r} must be an integer of at least 1: a token sees itself"
             )

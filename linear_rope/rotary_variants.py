@@ -186,6 +186,12 @@ def make_rotary(
         unshaped("a permutation has no angles")
         return Permute(width, heads, seed, ratio)
 
+    def selective() -> None:
+        raise ValueError(
+            f"rotary_scaling={scaling!r} reads a layer's input: give it to a layer or a Config, or "
+            "make it with linear_rope.selective.make_selective"
+        )
+
     known: dict[str, Callable[..., Any]] = {
         **SCALINGS,
         "xpos": xpos,
@@ -193,14 +199,10 @@ def make_rotary(
         "learned": lambda: LearnedRotary(**shape),
         "cosformer": cosformer,
         "permute": permute,
+        "selective": selective,
     }
     name, options = parse(scaling)
-    if name == "selective":
-        raise ValueError(
-            f"rotary_scaling={scaling!r} reads a layer's input: give it to a layer or a Config, or "
-            "make it with linear_rope.selective.make_selective"
-        )
-    made = build("rotary_scaling", name, known, options)
+    made = build("rotary_scaling", name, known, {} if name == "selective" else options)
     return Rotary(**shape, scaling=made) if isinstance(made, Scaling) else made
 
 

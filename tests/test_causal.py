@@ -140,6 +140,35 @@ def test_forgetting_is_the_same_as_starting_anew(form):
     assert judge.error(final, anew_final) <= 1e-13
 
 
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "reference"])
+def test_strong_decays_over_65536_tokens(form):
+    """Sums of decays reach -1e6 and beyond; in float32 their differences must not suffer."""
+    length, rows = 1 << 16, [0, 63, 64, 1000, 32_767, 32_768, 65_535]
+    (q, k, v, _, _), _ = random_inputs(length, 1, 1, 8, 4)
+    g = torch.full((1, 1, length), -0.01, dtype=torch.float64)
+    g[..., ::7] = -60.0
+    g[..., 5::1001] = -torch.inf
+    g[..., 32_700:] = -1e-4  # and a long memory at last
+    inputs = [x.float().requires_grad_(form != "recurrent") for x in (q, k, v, g)]
+    out, _ = causal_product(*inputs[:3], log_decay=inputs[3], backend=form)
+    left = torch.zeros(len(rows), length, dtype=torch.float64)
+    want = torch.empty(len(rows), 4, dtype=torch.float64)
+    for n, i in enumerate(rows):
+        # Sums from the row back to each key, so that nothing is a difference of large numbers.
+        back = g[0, 0, 1 : i + 1].flip(0).cumsum(0).flip(0)
+        left[n, : i + 1] = torch.cat([back, back.new_zeros(1)]).exp()
+        want[n] = (left[n, :, None] * (k[0, 0] @ q[0, 0, i])[:, None] * v[0, 0]).sum(0)
+    if form == "recurrent":
+        # It multiplies by a rounded exp(-1e-4) for 32,000 times: 2^-25 each, all the same way. Its
+        # graph over so many tokens would take gigabytes.
+        assert judge.error(out[0, 0, rows], want) <= 1e-3
+        return
+    assert judge.error(out[0, 0, rows], want) <= 2e-5
+    (dv,) = torch.autograd.grad(out[0, 0, rows].sum(), inputs[2:3])
+    want_dv = ((left * (q[0, 0, rows] @ k[0, 0].T)).sum(0))[:, None].expand(-1, 4)
+    assert judge.error(dv[0, 0], want_dv) <= 2e-5
+
+
 def test_a_long_sequence_against_rows_of_the_judge():
     length, rows = 20_000, [0, 63, 64, 8191, 16384, 19_999]
     (q, k, v, g, state), _ = random_inputs(length, 1, 1, 8, 4)

@@ -16,7 +16,7 @@ from linear_rope.recipes import best, count_parameters, fit_parameters
 CONTEST = [name for name in METHODS if name.startswith("best")] + [
     *("elu-none", "elu-rope", "elu-rope-before", "elu-none-decay", "elu-rope-decay"),
     *("elu-rope-fixed-decay", "elu-none-fixed-decay", "elu-selective-decay"),
-    *("softmax-rope", "softmax-rope-llama", "softmax-rope-gate", "softmax-rope-conv"),
+    *(name for name in METHODS if name.startswith("softmax-rope")),
 ]
 SMALL: dict[str, Any] = {"dim": 128, "layers": 4, "heads": 4}
 
@@ -89,6 +89,9 @@ def test_each_ablation_of_the_recipe_changes_one_thing() -> None:
         "best-shift": {"token_shift"},
         "best-local": {"local_heads"},
         "best-gpt": {"block"},
+        "best-qk-norm": {"qk_norm"},
+        "best-selective": {"rotary_scaling"},
+        **{f"best-{name}": {"decay"} for name in ("bias", "fixed", "retnet")},
     }
     divided = {
         "": set(),

@@ -78,6 +78,18 @@ def test_filler_is_any_token_or_zero() -> None:
     assert set(inputs[:, 4:][targets[:, 4:] == IGNORE].tolist()) == {0}
     inputs, targets = recall(200, 40, 20, seeded(), pairs=2)
     assert set(inputs[:, 4:][targets[:, 4:] == IGNORE].tolist()) == set(range(20))
+    # Evenly, but for the row's own keys, which come once more each and no further time.
+    keys = inputs[:, 0:4:2]
+    assert all(
+        row.count(key) == 2
+        for row, pair in zip(inputs.tolist(), keys.tolist(), strict=True)
+        for key in pair
+    )
+    inputs, _ = recall(20_000, 12, 8, seeded(), pairs=2)
+    row = (inputs[:, 0] == 1) & (inputs[:, 2] == 3)
+    shares = inputs[row, 4:].flatten().bincount(minlength=8) / inputs[row, 4:].numel()
+    assert shares[[1, 3]].tolist() == [0.125, 0.125]
+    assert float((shares[[0, 2, 4, 5, 6, 7]] - 0.125).abs().max()) < 0.01
 
 
 @pytest.mark.parametrize(("power", "weights"), [(0.01, [1, 2**-0.99, 3**-0.99]), (1.0, [1, 1, 1])])
@@ -120,6 +132,13 @@ def test_counting_by_hand() -> None:
     for row, parity, five in zip(inputs.tolist(), targets.tolist(), fives.tolist(), strict=True):
         assert parity == [sum(row[: t + 1]) % 2 for t in range(9)]
         assert five == [sum(row[: t + 1]) % 5 for t in range(9)]
+
+
+def test_counting_of_the_grid_is_modulo_five_and_parity_modulo_two() -> None:
+    for name, modulus in (("parity", 2), ("counting", 5)):
+        inputs, targets = TASKS[name].make(20, 16, 0, 8, seeded())
+        assert torch.equal(targets, inputs.cumsum(1) % modulus)
+        assert len(set(targets.flatten().tolist())) == TASKS[name].answers(8) == modulus
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -178,12 +197,14 @@ def test_all_arms_have_a_convolution_unless_they_say_otherwise() -> None:
 
 def test_arms_read_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, list[Tensor]] = {}
+    pairs: list[int] = []
     plain = TASKS["recall"].make
     for arm in ("elu-rope", "softmax-rope"):
 
         def spy(*arguments: Any, arm: str = arm) -> Any:
             made = plain(*arguments)
             seen.setdefault(arm, []).append(made.inputs)
+            pairs.append(arguments[2])
             return made
 
         task = type(TASKS["recall"])("recall", "", spy, lambda vocab: vocab, True)
@@ -193,6 +214,7 @@ def test_arms_read_the_same_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     for one, other in zip(*seen.values(), strict=True):
         assert torch.equal(one, other)
     assert not torch.equal(seen["elu-rope"][0], seen["elu-rope"][1])
+    assert pairs[: TINY.steps] == [2, 1, 2]  # in training each number of pairs in turn
 
 
 # ---- The grid

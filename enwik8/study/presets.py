@@ -94,6 +94,7 @@ factors = [1, 2, 4, 16]
 bytes = 65536
 """
 
+# Each arm at the best of the rates tried in `contest-rates`.
 _CONTEST = f"""\
 title = "Rotary linear attention with decay against softmax, at equal parameters and tokens"
 {_FINALISTS}
@@ -102,35 +103,50 @@ evaluate_every = 125
 checkpoint_every = 250
 
 [[group]]
-name = "learning rates of the finalists"
-seeds = [0]
-[group.sweep]
-learning_rate = [1e-3, 2e-3, 4e-3, 8e-3]
-
-[[group]]
-name = "seeds of the finalists, each at its best rate"
+name = "the recipe"
 arms = ["best", "best-no-rope"]
 seeds = [0, 1, 2]
 [group.settings]
 learning_rate = 8e-3
 
 [[group]]
-name = "seeds of softmax attention"
+name = "softmax attention"
 arms = ["softmax-rope"]
 seeds = [0, 1, 2]
 [group.settings]
 learning_rate = 4e-3
 
 [[group]]
-name = "seeds of softmax attention in LLaMA's block"
+name = "softmax attention in LLaMA's block"
 arms = ["softmax-rope-llama"]
 seeds = [0, 1, 2]
 [group.settings]
 learning_rate = 2e-3
 
 [[group]]
+name = "ablations of the recipe"
+arms = ["best-no-decay", "best-denominator", "best-rope-before", "best-gpt"]
+seeds = [0]
+[group.settings]
+learning_rate = 4e-3
+"""
+
+_CONTEST_RATES = f"""\
+title = "Learning rates of the contest's arms"
+{_FINALISTS}
+[settings]
+evaluate_every = 125
+checkpoint_every = 250
+
+[[group]]
+name = "finalists"
+seeds = [0]
+[group.sweep]
+learning_rate = [1e-3, 2e-3, 4e-3, 8e-3]
+
+[[group]]
 name = "one rate more, for the edge"
-arms = ["best"]
+arms = ["best", "best-no-rope"]
 seeds = [0]
 [group.settings]
 learning_rate = 1.6e-2
@@ -140,7 +156,7 @@ name = "ablations"
 arms = ["best-no-decay", "best-denominator", "best-rope-before", "best-gpt"]
 seeds = [0]
 [group.sweep]
-learning_rate = [2e-3, 4e-3, 8e-3]
+learning_rate = [4e-3, 8e-3, 1.6e-2]
 """
 
 _CONTEST_1024 = f"""\
@@ -193,6 +209,7 @@ STUDIES: Mapping[str, str] = MappingProxyType(
         "small": _SMALL,
         "rates": _RATES,
         "contest": _CONTEST,
+        "contest-rates": _CONTEST_RATES,
         "contest-1024": _CONTEST_1024,
         "contest-20m": _CONTEST_20M,
     }

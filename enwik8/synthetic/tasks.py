@@ -44,11 +44,14 @@ def recall(
     Later each key comes once more, and its value is to be predicted there. (The value does not
     follow.) What follows the pairs is cut into slots of two tokens, s = 0, 1, ...; the keys' slots
     are drawn one after another, without repetition, with probability in proportion to
-    (s + 1)^(power - 1): most come soon, as repetitions in text do. The other tokens are any, or 0.
+    (s + 1)^(power - 1): most come soon, as repetitions in text do. The other tokens are any but the
+    row's keys, or 0. (Zoology lets keys in, and has 8192 tokens to make that rare. In a small
+    vocabulary a key would come again with anything behind it, the more often the longer the row.)
 
     Args:
         length: even, at least 4 * pairs.
-        power: from 0 (closest) to 1 (uniform). random_filler: any tokens for 0 in between.
+        power: from 0 (closest) to 1 (uniform). random_filler: any tokens but the row's keys in
+            between; else 0.
 
     Raises:
         ValueError: a length or vocabulary too small for the pairs.
@@ -68,10 +71,12 @@ def recall(
     weights = torch.arange(1, slots + 1, dtype=torch.float64) ** (power - 1.0)
     chosen = weights.expand(examples, slots).multinomial(pairs, generator=generator)
     filler = torch.zeros(examples, length, dtype=torch.int64)
-    if random_filler:
-        filler.random_(vocab_size, generator=generator)
     keys = 1 + _different(examples, half - 1, pairs, generator)
     values = half + _different(examples, vocab_size - half, pairs, generator)
+    if random_filler:
+        filler.random_(vocab_size - pairs, generator=generator)
+        for key in keys.sort(1).values.split(1, dim=1):  # numbers without the keys, in order
+            filler += filler >= key
     return arrange_recall(keys, values, chosen, filler)
 
 
