@@ -10,6 +10,7 @@ if importlib.util.find_spec("numpy") is None:
     # Nothing here needs NumPy; torch warns, when it is imported, that it is not there.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
+from linear_rope import recipes
 from linear_rope.attention import RotaryLinearAttention, SoftmaxAttention
 from linear_rope.causal import BACKENDS, backends, build_native, causal_product
 from linear_rope.cosformer import CosFormer
@@ -66,5 +67,6 @@ __all__ = [
     "make_feature_map",
     "make_rotary",
     "make_scaling",
+    "recipes",
     "rotate",
 ]
