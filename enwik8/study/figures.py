@@ -86,10 +86,11 @@ def _others(each: Condition) -> list[ArmRow]:
     return [row for row in each.chosen if row.arm != each.baseline]
 
 
-def _seeds(rows: Sequence[ArmRow]) -> str:
+def _seeds(rows: Sequence[ArmRow], drawn: str) -> str:
+    """How many seeds, and what is drawn of the spread over them, if there is any."""
     counts = sorted({len(row.runs) for row in rows})
     words = " or ".join(map(str, counts))
-    return f"{words} seed{'' if counts == [1] else 's'} an arm"
+    return "1 seed an arm." if counts == [1] else f"{words} seeds an arm{drawn}"
 
 
 def _difference(each: Condition, unit: str) -> tuple[Figure, str] | None:
@@ -99,8 +100,9 @@ def _difference(each: Condition, unit: str) -> tuple[Figure, str] | None:
         return None
     figure, axes = _new(
         f"Difference to {each.baseline} during training",
-        f"Same seed against same seed; {_seeds(each.chosen)}. Band: 95 % interval of the paired "
-        "difference. Below 0 is better.",
+        f"Same seed against same seed; "
+        f"{_seeds(each.chosen, '. Band: 95 % interval of the paired difference.')} "
+        "Below 0 is better.",
         "training tokens (bytes)",
         f"{unit}, less the baseline's",
     )
@@ -202,8 +204,8 @@ def _clock(each: Condition, unit: str) -> tuple[Figure, str] | None:
     styles = style_of([row.arm for row in each.chosen])
     figure, axes = _new(
         "Loss over time",
-        f"Seconds from tokens per second measured apart, one arm at a time; {_seeds(rows)}. Band: "
-        "95 % interval.",
+        "Seconds from tokens per second measured apart, one arm at a time; "
+        + _seeds(rows, ". Band: 95 % interval."),
         "seconds of training",
         f"validation {unit}",
     )
@@ -253,7 +255,7 @@ def _positions(each: Condition, unit: str) -> tuple[Figure, str] | None:
     figure, axes = _new(
         "Loss by position in the window",
         f"Read recurrently in pieces of the training length ({length} bytes, dotted line); "
-        f"{_seeds(each.chosen)}. Band: 95 % interval.",
+        f"{_seeds(each.chosen, '. Band: 95 % interval.')}",
         "position in the window (bytes read before)",
         unit,
     )
@@ -282,7 +284,8 @@ def _pareto(each: Condition, unit: str) -> tuple[Figure, str] | None:
     styles = style_of([row.arm for row in rows])
     figure, axes = _new(
         "Loss against speed",
-        f"{_seeds(rows)}; lines: 95 % interval of the loss. Gray: arms that none beats in both.",
+        _seeds(rows, "; lines: 95 % interval of the loss.")
+        + " Gray: arms that none beats in both.",
         "training tokens per second, "
         + ("alone on the machine" if alone else "beside the study's other runs"),
         f"final validation {unit}",
