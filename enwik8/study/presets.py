@@ -169,17 +169,32 @@ evaluate_every = 125
 checkpoint_every = 250
 
 [[group]]
-name = "learning rates"
+name = "learning rates of the recipe"
+arms = ["best", "best-no-rope"]
 seeds = [0]
 [group.sweep]
 learning_rate = [2e-3, 4e-3, 8e-3]
 
 [[group]]
-name = "ablations"
-arms = ["best-no-decay", "best-denominator", "best-rope-before"]
+name = "learning rates of softmax attention"
+arms = ["softmax-rope", "softmax-rope-llama"]
 seeds = [0]
+[group.sweep]
+learning_rate = [1e-3, 2e-3, 4e-3]
+
+[[group]]
+name = "seeds of the recipe"
+arms = ["best"]
+seeds = [0, 1, 2]
 [group.settings]
 learning_rate = 4e-3
+
+[[group]]
+name = "seeds of softmax attention"
+arms = ["softmax-rope", "softmax-rope-llama"]
+seeds = [0, 1, 2]
+[group.settings]
+learning_rate = 2e-3
 """
 
 _CONTEST_20M = f"""\
