@@ -86,7 +86,7 @@ class FixedDecay(nn.Module):
         heads: key heads.
         exponents: of the first and of the last head, the others in equal steps between them. The
             default, 2 to 5, remembers 3.5 to 31 tokens. On bytes that was better than RetNet's
-            rates: in the recipe, after 0.82 million tokens, 2.750 bits per byte against 3.001 for
+            rates: in the recipe, after 0.82 million tokens, 2.749 bits per byte against 3.001 for
             5 to 8 (one seed; results/mixing).
 
     Raises:
@@ -138,7 +138,7 @@ class LearnedDecay(nn.Linear):
     variable, so that single tokens spread around a head's time-scale by factors of e and 1/e.
 
     In the runs named at `FixedDecay`, heads from 4 to 4096 tokens and b = 3 were not told apart
-    (2.734 and 2.730 bits per byte). The longest heads are there for longer windows.
+    (2.734 and 2.729 bits per byte). The longest heads are there for longer windows.
 
     The product W x + b is in the layer's dtype (bfloat16 keeps a bias of 7, tau = 1100, to 0.016,
     1.6 % of tau), the logarithm in float32 at least.
