@@ -125,10 +125,17 @@ learning_rate = 2e-3
 
 [[group]]
 name = "ablations of the recipe"
-arms = ["best-no-decay", "best-denominator", "best-rope-before", "best-gpt"]
+arms = ["best-denominator", "best-rope-before", "best-gpt"]
 seeds = [0]
 [group.settings]
 learning_rate = 4e-3
+
+[[group]]
+name = "the recipe without decay"
+arms = ["best-no-decay"]
+seeds = [0]
+[group.settings]
+learning_rate = 8e-3
 """
 
 _CONTEST_RATES = f"""\
@@ -153,7 +160,14 @@ learning_rate = 1.6e-2
 
 [[group]]
 name = "ablations"
-arms = ["best-no-decay", "best-denominator", "best-rope-before", "best-gpt"]
+arms = ["best-denominator", "best-rope-before", "best-gpt"]
+seeds = [0]
+[group.sweep]
+learning_rate = [2e-3, 4e-3, 8e-3]
+
+[[group]]
+name = "the recipe without decay"
+arms = ["best-no-decay"]
 seeds = [0]
 [group.sweep]
 learning_rate = [4e-3, 8e-3, 1.6e-2]
