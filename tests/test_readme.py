@@ -70,7 +70,13 @@ def test_commands_exist() -> None:
                 enwik8.parse(arguments)  # exits, and so fails, if a flag is unknown
             case ["python", "-m", "enwik8.decay_figure", *arguments]:
                 assert set(arguments[::2]) <= {"--out", "--width", "--feature-width", "--base"}
-            case ["python", "-m", "benchmarks.long" | "enwik8.synthetic", "--out", _]:
+            case [
+                "python",
+                "-m",
+                "benchmarks.long" | "benchmarks.packing" | "enwik8.synthetic",
+                "--out",
+                _,
+            ]:
                 pass
             case ["python", "-m", module, *arguments] if module.startswith("benchmarks."):
                 pytest.importorskip(module).parse(arguments)
