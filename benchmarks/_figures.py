@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -41,14 +42,14 @@ Points = dict[str, tuple[list[int], list[float]]]
 
 
 def attention_figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    """The figures "time" and "memory" of the first setting of the rows."""
+    """The figures "time" and, where it was measured, "memory", of the rows' first setting."""
     if not rows:
         return {}
     first = rows[0]
     setting = (first.shape, first.dtype, first.layout)
     here = [row for row in rows if (row.shape, row.dtype, row.layout) == setting]
     subtitle = f"batch x heads x width x value width = {first.shape}, {first.dtype}"
-    return {
+    figures = {
         "time": _grid(
             here,
             lambda row: None if row.seconds is None or not row.right else 1e3 * row.seconds,
@@ -56,14 +57,16 @@ def attention_figures(rows: Sequence[Row]) -> dict[str, Figure]:
             "milliseconds",
             subtitle,
         ),
-        "memory": _grid(
+    }
+    if any(row.extra_bytes is not None for row in here):
+        figures["memory"] = _grid(
             here,
             lambda row: (row.extra_bytes or 0) / 1e6 if (row.extra_bytes or 0) >= NOISE else None,
             "Peak memory of a call over its inputs",
             "MB",
             subtitle,
-        ),
-    }
+        )
+    return figures
 
 
 def _grid(
@@ -94,8 +97,11 @@ def _grid(
     figure.text(
         0.012,
         0.963,
-        f"{subtitle}. In brackets: slope of the line on these axes, from T = {SLOPE_FROM} on where "
-        "it has two points there.",
+        textwrap.fill(
+            f"{subtitle}. In brackets: slope of the line on these axes, from T = {SLOPE_FROM} on "
+            "where it has two points there.",
+            int(15 * figure.get_figwidth()),  # characters of this size
+        ),
         fontsize=9,
         color=MUTED,
         va="top",

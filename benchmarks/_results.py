@@ -111,9 +111,9 @@ def attention_report(
             "the same rounds\n"
         )
     text[-1] += "".join(f"- absent: {name} ({reason})\n" for name, reason in absent.items())
-    text.append(
-        "![time over length](attention-time.png)\n\n![memory over length](attention-memory.png)\n"
-    )
+    text.append("![time over length](attention-time.png)\n")
+    if any(row.extra_bytes is not None for row in rows):
+        text.append("![memory over length](attention-memory.png)\n")
     settings = list(dict.fromkeys((row.shape, row.dtype, row.layout) for row in rows))
     for setting in settings:
         here = [row for row in rows if (row.shape, row.dtype, row.layout) == setting]

@@ -122,9 +122,11 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     report = attention_report(rows, facts, found.absent, options.lengths)
     write_whole(options.out / "attention.md", report.encode())
     write_csv(options.out / "attention.csv", rows)
-    for name, figure in attention_figures(rows).items():
+    figures = attention_figures(rows)
+    for name, figure in figures.items():
         save_figure(figure, options.out / f"attention-{name}")
-    progress(f"written: {options.out}/attention.md, .csv, -time.png, -memory.png")
+    drawn = "".join(f", -{name}.png" for name in figures)
+    progress(f"written: {options.out}/attention.md, .csv{drawn}")
     return rows
 
 
