@@ -94,20 +94,22 @@ def _grid(
             axes.set_ylabel(unit, fontsize=10.5, color=INK)
             axes.tick_params(labelleft=True, labelbottom=True)
     figure.text(0.012, 0.985, title, fontsize=13, color=INK, fontweight="bold", va="top")
+    lines = textwrap.wrap(
+        f"{subtitle}. In brackets: slope of the line on these axes, from T = {SLOPE_FROM} on where "
+        "it has two points there.",
+        int(15 * figure.get_figwidth()),  # characters of this size
+    )
     figure.text(
         0.012,
         0.963,
-        textwrap.fill(
-            f"{subtitle}. In brackets: slope of the line on these axes, from T = {SLOPE_FROM} on "
-            "where it has two points there.",
-            int(15 * figure.get_figwidth()),  # characters of this size
-        ),
+        "\n".join(lines),
         fontsize=9,
         color=MUTED,
         va="top",
     )
     left = 0.75 / figure.get_figwidth()
-    figure.subplots_adjust(left=left, right=0.99, top=0.92, bottom=0.13, hspace=0.47, wspace=0.2)
+    top = 0.935 - 0.015 * len(lines)
+    figure.subplots_adjust(left=left, right=0.99, top=top, bottom=0.13, hspace=0.47, wspace=0.2)
     return figure
 
 
