@@ -47,7 +47,7 @@ def run_program(
         [*before, sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=300,
         cwd=ROOT,
     )
 
@@ -58,9 +58,10 @@ def run_program(
 # takes no seconds. A kill comes at a random moment of the start, or a random moment after a random
 # number of steps; a first, uninterrupted run has told how long these take.
 _KILLER = """
-    import dataclasses, json, os, random, signal, sys, time
+    import dataclasses, json, os, random, signal, sys, threading, time
     from pathlib import Path
     import torch
+    from tqdm import tqdm
     from enwik8 import checkpoint
     from enwik8.presets import Settings
     from enwik8.train import train
@@ -73,6 +74,9 @@ _KILLER = """
         child = os.fork()
         if child == 0:
             os.dup2(devnull, 2)
+            # The lock that tqdm made is a semaphore shared with the parent and all other children:
+            # one that is killed while it draws would leave it taken, and the next would wait.
+            tqdm.set_lock(threading.RLock())
             code = 1
             try:
                 train(settings, arm, folder / out, resume=True)
