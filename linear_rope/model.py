@@ -306,12 +306,12 @@ class LanguageModel(_Stack):
             logits, state = self.prefill(prompt, key_mask=key_mask, state=state)
             alone = alone and not any(is_watched(module) for module in self.modules())
             run: Run | None = None
-            looked = False
+            sure = False  # that the model is as it was
             while True:
                 token = pick(logits, *options)
                 yield token  # and the caller may do anything to the model meanwhile
-                if not (alone and looked):
-                    steps, looked = self._steps(prompt.device), True
+                if not sure:
+                    steps, sure = self._steps(prompt.device), alone
                     if run is not None and run.steps is not steps:
                         state, run = ModelState(run.states), None
                     if run is None and steps is not None:

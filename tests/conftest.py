@@ -67,3 +67,20 @@ def poisoned():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def count_calls(monkeypatch):
+    """count_calls(owner, name): a list that grows by 1, or by note(*arguments), at every call."""
+
+    def start(owner, name, note=lambda *_: 1):
+        real, calls = getattr(owner, name), []
+
+        def counted(*args, **kwargs):
+            calls.append(note(*args))
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+        return calls
+
+    return start

@@ -35,31 +35,15 @@ def past(dtype, **options):
 
 
 @pytest.fixture
-def taken(monkeypatch):
+def taken(count_calls):
     """How many times the quick step was taken."""
-    count = []
-
-    def counted(*args):
-        count.append(1)
-        return step(*args)
-
-    step = functional.decode_step
-    monkeypatch.setattr(functional, "decode_step", counted)
-    return count
+    return count_calls(functional, "decode_step")
 
 
 @pytest.fixture
-def native_taken(monkeypatch):
+def native_taken(count_calls):
     """How many times the step was a call of the native kernels."""
-    count = []
-
-    def counted(*args, **kwargs):
-        count.append(1)
-        return step(*args, **kwargs)
-
-    step = native_steps.step
-    monkeypatch.setattr(native_steps, "step", counted)
-    return count
+    return count_calls(native_steps, "step")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
@@ -216,6 +200,7 @@ def test_what_is_not_plain_takes_the_long_way(taken):
     ("change", "message"),
     [
         ({"log_decay": torch.ones(2, 3, 1)}, "log_decay must be <= 0"),
+        ({"log_decay": torch.full((2, 3, 1), torch.nan)}, "and not NaN"),
         ({"positions": torch.tensor([[1], [-1]])}, "must not be negative"),
         ({"positions": torch.tensor([[1.0], [2.0]])}, "must be integers"),
         ({"rotate": "sideways"}, "rotate='sideways'"),

@@ -47,31 +47,15 @@ NATIVE = set(PLAIN) - {"before", "other map"}
 
 
 @pytest.fixture
-def native_taken(monkeypatch):
-    """How many tokens went through all blocks in one native call."""
-    count = []
-
-    def counted(calls):
-        count.append(len(calls))
-        run_blocks(calls)
-
-    run_blocks = native_blocks.run_blocks
-    monkeypatch.setattr(native_blocks, "run_blocks", counted)
-    return count
+def native_taken(count_calls):
+    """Of each token that went through all blocks in one native call, how many they were."""
+    return count_calls(native_blocks, "run_blocks", len)
 
 
 @pytest.fixture
-def taken(monkeypatch):
+def taken(count_calls):
     """How many tokens went the quick way."""
-    count = []
-
-    def counted(*args):
-        count.append(1)
-        return step(*args)
-
-    step = model_module.run_steps
-    monkeypatch.setattr(model_module, "run_steps", counted)
-    return count
+    return count_calls(model_module, "run_steps")
 
 
 def run(model, by_itself):

@@ -725,6 +725,7 @@ def test_models_of_low_precision(kind: str, dtype: torch.dtype) -> None:
         ({"local_heads": -1}, r"local_heads=-1 must"),
         ({"local_heads": 1, "heads": 4, "kv_heads": 2}, r"multiple of heads / kv_heads = 2"),
         ({"local_heads": True}, r"local_heads=True must"),
+        ({"heads": 4, "kv_heads": 3}, r"kv_heads=3 does not divide heads=4"),
         ({"local_heads": 1, "window": True}, r"window=True must"),
         ({"local_heads": 1, "window": 0}, r"window=0 must be an integer of at least 1"),
         ({"local_heads": 1, "rotary_scaling": "axial"}, r"local_heads=1 .*than 'axial'"),

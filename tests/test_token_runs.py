@@ -22,31 +22,15 @@ def model():
 
 
 @pytest.fixture
-def native_taken(monkeypatch):
-    """How many tokens went through all blocks in one native call."""
-    count = []
-
-    def counted(calls):
-        count.append(len(calls))
-        run_blocks(calls)
-
-    run_blocks = native_blocks.run_blocks
-    monkeypatch.setattr(native_blocks, "run_blocks", counted)
-    return count
+def native_taken(count_calls):
+    """Of each token that went through all blocks in one native call, how many they were."""
+    return count_calls(native_blocks, "run_blocks", len)
 
 
 @pytest.fixture
-def looks(monkeypatch):
+def looks(count_calls):
     """How often it was looked whether the model is as it was."""
-    count = []
-
-    def counted(*args):
-        count.append(1)
-        return make_steps(*args)
-
-    make_steps = model_module.make_steps
-    monkeypatch.setattr(model_module, "make_steps", counted)
-    return count
+    return count_calls(model_module, "make_steps")
 
 
 @torch.no_grad()
@@ -156,6 +140,11 @@ def test_it_goes_on_without_the_kernels(model, monkeypatch, native_taken):
     monkeypatch.setattr(native_blocks, "are_mere_numbers", sometimes)
     assert torch.equal(model.generate(PROMPT, 10, temperature=0)[:, 3:], want)
     assert not native.is_ready() or (len(seen) > 6 and len(native_taken) == 8)
+
+
+def test_stream_refuses_before_its_first_token(model):
+    with pytest.raises(ValueError, match="temperature=-1"):
+        model.stream(PROMPT, temperature=-1)  # nobody has asked for a token yet
 
 
 def test_states_of_a_run_are_those_of_the_tokens(model):
