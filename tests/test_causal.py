@@ -142,8 +142,8 @@ def test_forgetting_is_the_same_as_starting_anew(form):
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "reference"])
 def test_strong_decays_over_65536_tokens(form):
-    """Sums of decays reach -1e6 and beyond; in float32 their differences must not suffer."""
-    length, rows = 1 << 16, [0, 63, 64, 1000, 32_767, 32_768, 65_535]
+    """Sums of decays grow large in every chunk; in float32 their differences must not suffer."""
+    length, rows = 1 << 16, [0, 63, 64, 1010, 1019, 32_767, 32_768, 65_535]  # 1006 forgets all
     (q, k, v, _, _), _ = random_inputs(length, 1, 1, 8, 4)
     g = torch.full((1, 1, length), -0.01, dtype=torch.float64)
     g[..., ::7] = -60.0
@@ -165,7 +165,8 @@ def test_strong_decays_over_65536_tokens(form):
         # graph over so many tokens would take gigabytes.
         assert judge.error(got, want) <= 1e-3
         return
-    assert judge.error(got, want) <= 2e-5
+    for row, want_row in zip(got, want, strict=True):  # some are 100 times as large as others
+        assert judge.error(row, want_row) <= 1e-5
     cotangent = torch.randn_like(want)
     want_grads = torch.autograd.grad(want, wide, cotangent)
     grads = torch.autograd.grad(got, narrow, cotangent.float())

@@ -758,6 +758,8 @@ def test_what_layers_and_configs_refuse(where: str, options: dict[str, Any], mes
         ({"block": "llama", "bias": True}, r"block='llama' has no biases; use bias=False"),
         ({"block": "llama", "mlp_ratio": 0.01}, r"mlp_ratio=0.01 must leave"),
         ({"rotary_scaling": "selective", "position": "none"}, r"needs position='rotary'"),
+        ({"heads": 4, "kv_heads": 3}, r"kv_heads=3 does not divide heads=4"),
+        ({"heads": 4, "kv_heads": 1, "local_heads": 3}, r"multiple of heads / kv_heads = 4"),
     ],
 )
 def test_what_configs_refuse(options: dict[str, Any], message: str) -> None:
