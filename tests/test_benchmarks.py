@@ -215,6 +215,7 @@ def test_attention_runs(tmp_path: Path) -> None:
     assert "| linear_rope chunked | 80 |" in text and "| linear_rope chunked | 128 |" not in text
     with (tmp_path / "attention.csv").open() as file:
         assert {row["time"] for row in csv.DictReader(file)} == {"64", "80", "128"}
+    assert "(attention-memory.png)" in text
     for name in ("attention-time.png", "attention-memory.svg"):
         assert (tmp_path / name).stat().st_size > 1000
 
@@ -279,6 +280,9 @@ def test_a_wrong_result_counts_for_nothing(tmp_path: Path, monkeypatch: pytest.M
     text = (tmp_path / "attention.md").read_text()
     assert "best peer, product, forward+backward, ms | right" in text
     assert text.count("WRONG") == 3 and "this peer is broken" in text
+    # No memory was measured, so none is drawn or shown.
+    assert "attention-time.png" in text and "attention-memory" not in text
+    assert list(attention.attention_figures(rows)) == ["time"]
 
 
 @pytest.mark.usefixtures("no_figures")

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from enwik8.errors import UserError
 from enwik8.presets import PRESETS, Settings
 from enwik8.statistics import t_quantile
 from enwik8.study.estimate import parameters
+from enwik8.study.figures import _seeds
 from enwik8.study.plan import changes, parse, slug
 from enwik8.study.presets import STUDIES
 from enwik8.study.report import _condition
@@ -437,3 +439,12 @@ def test_unequal_runs_are_named_and_other_shapes_are_not_unequal(text: str, tmp_
     curves |= {"elu-none 0.004": [], "elu-rope 0.001": []}
     _, wrong = study_by_hand(text, tmp_path / "d", curves, **{"elu-rope": {"batch_hash": "bb"}})
     assert len(fairness(wrong)) == 3
+
+
+def test_figures_speak_of_intervals_where_there_are_some() -> None:
+    def rows(*seeds: int) -> list[Any]:
+        return [SimpleNamespace(runs=range(number)) for number in seeds]
+
+    assert _seeds(rows(1, 1), ". Band: interval.") == "1 seed an arm."
+    assert _seeds(rows(3, 3), ". Band: interval.") == "3 seeds an arm. Band: interval."
+    assert _seeds(rows(3, 1), ". Band: interval.") == "1 or 3 seeds an arm. Band: interval."
