@@ -269,6 +269,18 @@ _RECIPES: dict[str, tuple[str, dict[str, object]]] = {
         {**_SOFTMAX, "output_norm": True},
     ),
     "softmax-rope-gate": ("softmax attention; RoPE; output gate", {**_SOFTMAX, **_GATE}),
+    **{
+        f"softmax-rope-gate{name}-llama": (
+            f"softmax attention; RoPE; output gate{words}; LLaMA's block",
+            {**_SOFTMAX, **_GATE, "block": "llama", **fields},
+        )
+        for name, words, fields in (
+            ("", "", {}),
+            ("-norm", " and norm, as the recipe has them", {"output_norm": True}),
+            ("-qk-norm", "; normed queries and keys", {"qk_norm": True}),
+            ("-conv", "; a convolution of 4 tokens", {**_CONV, "mlp_ratio": 3.453125}),
+        )
+    },
     "softmax-rope-conv": (
         "softmax attention; RoPE; a convolution of 4 tokens on q, k and v",
         {**_SOFTMAX, **_CONV, "mlp_ratio": 3.953125},

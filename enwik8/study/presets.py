@@ -230,6 +230,16 @@ learning_rate = 8e-3
 
 [arm.best-no-rope]
 learning_rate = 8e-3
+
+[[group]]
+name = "the recipe without rotation"
+arms = ["best-no-rope"]
+seeds = [0]
+
+[[group]]
+name = "finalists"
+arms = ["best", "softmax-rope", "softmax-rope-llama"]
+seeds = [0, 1, 2]
 """
 
 STUDIES: Mapping[str, str] = MappingProxyType(
