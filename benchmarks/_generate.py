@@ -7,7 +7,6 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks._judge import relative_error
 from benchmarks._machine import progress
 from benchmarks._results import table, verdict
+from benchmarks._steps import without_kernels
 from benchmarks._timing import interleave, quartiles
 from linear_rope import Config, LanguageModel
 from linear_rope.causal import native
@@ -55,11 +55,20 @@ def generation_report(options: argparse.Namespace) -> str:
         torch.manual_seed(options.seed)
         config = Config(dim=dim, layers=layers, heads=heads, attention=attention)
         models[attention] = LanguageModel(config).eval()
+    if native.is_ready():  # what was found out about a model is kept, so each way has its own
+        models["linear, in torch"] = copy.deepcopy(models["linear"])
     prompt = torch.randint(256, (1, PROMPT), generator=torch.Generator().manual_seed(options.seed))
     new = options.new_tokens
     calls: dict[str, Callable[[], object]] = {}
+
+    def in_torch(call: Callable[[], object]) -> object:
+        with without_kernels():
+            return call()
+
     for name, model in models.items():
         calls[name] = partial(model.generate, prompt, new)
+        if name == "linear, in torch":
+            calls[name] = partial(in_torch, calls[name])
         calls[f"{name}, products"] = partial(products, model, new)
     progress(f"generate: {new} tokens, {layers} layers, {dim} wide, {heads} heads")
     times = interleave(calls, rounds=min(options.rounds, 5), budget=float("inf"))
@@ -67,12 +76,12 @@ def generation_report(options: argparse.Namespace) -> str:
     for name, model in models.items():
         low, median, high = quartiles(times[name])
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
-            model.generate(prompt, new)
+            calls[name]()
         spent = self_times(profiled.key_averages())
         shares[name] = quartiles(times[f"{name}, products"])[1] / median
         lines.append(
             [
-                f"{name} attention",
+                name.replace(",", " attention,") if "," in name else f"{name} attention",
                 f"{new / median:.0f} ({new / high:.0f} to {new / low:.0f})",
                 f"{1e6 * median / new:.0f}",
                 f"{shares[name]:.2f}",
@@ -121,14 +130,14 @@ def decode_report(options: argparse.Namespace, compiler: str = "inductor") -> st
 
         return call
 
-    def without_kernels(call: Callable[[], Tensor]) -> Tensor:
-        with patch.object(native, "is_ready", lambda: False):
+    def alone(call: Callable[[], Tensor]) -> Tensor:
+        with without_kernels():
             return call()
 
     other = copy.deepcopy(model)  # what was found out about a model is kept
     torch_alone = "torch, operation by operation"
     ways: dict[str, Callable[[], Tensor]] = {}
-    ways[torch_alone] = partial(without_kernels, run(other, other.decode))
+    ways[torch_alone] = partial(alone, run(other, other.decode))
     if native.is_ready():
         ways["one native call for all layers"] = run(model, model.decode)
     if options.compile:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +16,14 @@ from torch import Tensor
 
 from benchmarks._judge import relative_error, turned
 from linear_rope import AttentionState, Rotary, linear_attention
+from linear_rope.causal import native
 
-__all__ = ["Sizes", "Stepper", "find_steppers"]
+__all__ = ["Sizes", "Stepper", "find_steppers", "without_kernels"]
+
+
+def without_kernels() -> AbstractContextManager[Any]:
+    """Inside it the native kernels count as not compiled, as after a plain installation."""
+    return patch.object(native, "is_ready", lambda: False)
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,12 @@ class Ours(Stepper):
     """`linear_attention` with a state."""
 
     def __init__(
-        self, sizes: Sizes, context: int, rotation: bool = True, compiled: bool = False
+        self,
+        sizes: Sizes,
+        context: int,
+        rotation: bool = True,
+        compiled: bool = False,
+        kernels: bool = True,
     ) -> None:
         super().__init__(sizes, context)
         self.rotary = Rotary(sizes.width) if rotation else None
@@ -98,6 +111,13 @@ class Ours(Stepper):
         self.attend: Callable[..., Any] = linear_attention
         if compiled:
             self.attend = torch.compile(linear_attention)
+        self.around: Callable[[], AbstractContextManager[Any]] = (
+            nullcontext if kernels else without_kernels
+        )
+
+    def run(self, count: int) -> Tensor:
+        with self.around():
+            return super().run(count)
 
     def start(self) -> AttentionState:
         return self.state  # a value: no step changes it
@@ -197,6 +217,8 @@ def find_steppers(
         "fast-transformers, no rotation": lambda context: FastTransformers(sizes, context),
         "softmax cache, rotation": lambda context: SoftmaxCache(sizes, context),
     }
+    if native.is_ready():
+        makers["linear_rope, rotation, in torch"] = lambda n: Ours(sizes, n, kernels=False)
     if compiled:
         makers["linear_rope, rotation, compiled"] = lambda n: Ours(sizes, n, compiled=True)
     present, absent = {}, {}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from .archives import read_file, unpack
+from .archives import SIGNATURES, read_file, unpack
 from .download import ResumableDownloader
 from .errors import UserError
 
@@ -121,8 +122,11 @@ def read_corpus(
         UserError: missing, unreadable, damaged or empty; the message names the path and the remedy.
     """
     name = str(name_or_path)
+    data_dir = Path(DATA_DIR if data_dir is None else data_dir)
     if name in KNOWN:
-        return KNOWN[name](Path(DATA_DIR if data_dir is None else data_dir))
+        return KNOWN[name](data_dir)
+    if match := FIRST.fullmatch(name):
+        return _read_first(name, int(match[1]), data_dir)
     return _read_local(name)
 
 
@@ -135,8 +139,9 @@ def load_corpus(
     """A corpus by name, or any local file.
 
     Args:
-        name_or_path: "enwik8" (downloaded once, verified), "wiki-sample" (ships with gensim), or a
-            file: raw, .gz, .bz2, .xz or .zip (``archive.zip::member`` where it has several).
+        name_or_path: "enwik8" (downloaded once, verified), "enwik8-first-N-bytes" (for N with
+            a known checksum; from a file of that name in data_dir, or from the whole), "wiki-sample" (ships with
+            gensim), or a file: raw, .gz, .bz2, .xz or .zip (``archive.zip::member`` where it has several).
             A file that happens to be called like a known name: ``./enwik8``.
         data_dir: where downloads are kept; None: ``./data``.
         splits: sizes in bytes of train, valid, test; None: 90 %, 5 % and the rest, in order (of
@@ -256,7 +261,7 @@ def _read_local(name: str) -> tuple[Path, bytes]:
     if not os.path.exists(path) and not path.suffix and len(path.parts) == 1:
         raise UserError(
             f"there is no corpus and no file called {file!r}: known corpora are "
-            f"{', '.join(KNOWN)}; anything else must be the path of a file"
+            f"{', '.join(KNOWN)}, enwik8-first-N-bytes; anything else must be the path of a file"
         )
     return path, unpack(path, read_file(path), member)
 
@@ -274,6 +279,26 @@ def _read_enwik8(data_dir: Path) -> tuple[Path, bytes]:
     content = unpack(packed, content)
     _require(packed, content, ENWIK8.size, ENWIK8.sha256)
     return packed, content
+
+
+def _read_first(name: str, size: int, data_dir: Path) -> tuple[Path, bytes]:
+    """The first bytes of enwik8: from a file of that name, packed or not, else from the whole."""
+    if size not in ENWIK8_PREFIXES:
+        known = ", ".join(str(size) for size in sorted(ENWIK8_PREFIXES))
+        raise UserError(f"{name} has no known checksum; parts with one are of {known} bytes")
+    for suffix in ("", *SIGNATURES):
+        path = data_dir / (name + suffix)
+        if path.exists():
+            content = unpack(path, read_file(path))
+            if hashlib.sha256(content).hexdigest() != ENWIK8_PREFIXES[size]:
+                raise UserError(
+                    f"{path} is not the first {size:,} bytes of enwik8 (it has {len(content):,}, "
+                    "with another SHA-256): delete it to take them from enwik8, or name this file "
+                    "by its path"
+                )
+            return path, content
+    path, content = _read_enwik8(data_dir)
+    return path, content[:size]
 
 
 def _require(path: Path, content: bytes, size: int, sha256: str) -> None:
@@ -354,6 +379,7 @@ def _read_wiki_sample(data_dir: Path) -> tuple[Path, bytes]:
     )
 
 
+FIRST = re.compile(r"enwik8-first-(\d+)-bytes")
 KNOWN: dict[str, Callable[[Path], tuple[Path, bytes]]] = {
     "enwik8": _read_enwik8,
     "wiki-sample": _read_wiki_sample,

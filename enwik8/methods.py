@@ -182,6 +182,10 @@ _RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "best-no-rope": ("the recipe without rotation", {**_BEST, "position": "none"}),
     "best-no-decay": ("the recipe without decay", {**_BEST, "decay": "none"}),
+    "best-no-gate": (
+        "the recipe without output gate",
+        {**_BEST, "output_gate": False, "mlp_ratio": 4.0},
+    ),
     "best-rope-before": (
         "the recipe with RoPE before the feature map",
         {**_BEST, "rotate": "before"},
@@ -195,6 +199,14 @@ _RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     "best-selective": (
         "the recipe with selective rotation in place of RoPE",
         {**_BEST, "rotary_scaling": "selective", "mlp_ratio": 3.3984375},
+    ),
+    "best-selective-rope": (
+        "the recipe with selective rotation that starts as RoPE",
+        {**_BEST, "rotary_scaling": "selective:bias=1", "mlp_ratio": 3.3984375},
+    ),
+    "best-selective-gate": (
+        "the recipe with selective rotation and its phase gate a head",
+        {**_BEST, "rotary_scaling": "selective:gate=head", "mlp_ratio": 3.3984375},
     ),
     "best-bias": (
         "the recipe with all heads' decay from 21 bytes",
@@ -240,6 +252,11 @@ _RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     "elu-none-fixed-decay": (
         f"{_ATTENTION['elu'][0]}; no positions; fixed decay per head",
         {**_ELU, **_POSITIONS["none"][1], "decay": "fixed"},
+    ),
+    "elu-rope-decay-spread": (
+        f"{_ATTENTION['elu'][0]}; {_POSITIONS['rope'][0]}; learned decay from 4 to 4096 tokens "
+        "over the heads",
+        {**_ELU, **_POSITIONS["rope"][1], "decay": "learned"},
     ),
     "elu-selective-decay": (
         f"{_ATTENTION['elu'][0]}; selective rotation after the feature map; learned decay from 4 "

@@ -254,6 +254,27 @@ def test_a_part_of_enwik8_is_never_called_enwik8(
     assert other.name == "local-enwik8" and "not comparable" in other.description
 
 
+def test_a_part_of_enwik8_by_name(tmp_path: Path, toy_enwik8: tuple[bytes, bytes]) -> None:
+    content, packed = toy_enwik8
+    name = "enwik8-first-40000-bytes"
+    (tmp_path / "enwik8.zip").write_bytes(packed)
+    part = load_corpus(name, data_dir=tmp_path)
+    assert part.name == name and part.path == tmp_path / "enwik8.zip"
+    assert part.bytes.tobytes() == content[:40_000]
+    assert part.splits == (36_000, 2_000, 2_000)
+
+    (tmp_path / "enwik8.zip").unlink()
+    alone = tmp_path / f"{name}.xz"
+    alone.write_bytes(lzma.compress(content[:40_000]))  # without the whole
+    again = load_corpus(name, data_dir=tmp_path)
+    assert again.path == alone and again.record() == part.record()
+
+    alone.write_bytes(lzma.compress(content[1:40_001]))
+    assert f"{alone} is not the first 40,000 bytes" in refused(name, data_dir=tmp_path)
+    said = refused("enwik8-first-40001-bytes", data_dir=tmp_path)
+    assert "no known checksum" in said and "10000, 40000" in said
+
+
 def test_the_known_prefixes_are_in_the_real_table() -> None:
     digest = "9f9ca3a41e2b87a0268d00380577e2c308e07959b22a94c8d7b1e8901bdefc37"
     assert module.ENWIK8_PREFIXES[4_000_000] == digest

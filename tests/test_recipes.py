@@ -83,6 +83,7 @@ def test_each_ablation_of_the_recipe_changes_one_thing() -> None:
     changed = {
         "best-no-rope": {"position"},
         "best-no-decay": {"decay"},
+        "best-no-gate": {"output_gate"},
         "best-both": {"denominator"},
         "best-rope-before": {"rotate"},
         "best-conv": {"short_conv"},
@@ -90,7 +91,7 @@ def test_each_ablation_of_the_recipe_changes_one_thing() -> None:
         "best-local": {"local_heads"},
         "best-gpt": {"block"},
         "best-qk-norm": {"qk_norm"},
-        "best-selective": {"rotary_scaling"},
+        **{f"best-selective{name}": {"rotary_scaling"} for name in ("", "-rope", "-gate")},
         **{f"best-{name}": {"decay"} for name in ("bias", "fixed", "retnet")},
     }
     divided = {

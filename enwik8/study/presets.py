@@ -1,4 +1,7 @@
-"""Studies by name, as the text of their files: what `study NAME` runs and copies."""
+"""Studies by name, as the text of their files: what `study NAME` runs and copies.
+
+All but `demo` are those of results/, on the same part of enwik8.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,7 @@ arms = ["elu-none", "elu-rope-before", "elu-rope", "favor-none", "favor-rope-bef
 pairs = [["favor-rope", "favor-rope-before"], ["elu-rope", "elu-rope-before"]]
 
 [settings]
+corpus = "enwik8-first-4000000-bytes"
 features = 64
 evaluate_every = 100
 checkpoint_every = 250
@@ -76,6 +80,7 @@ arms = ["elu-none", "elu-rope", "favor-rope-before", "favor-rope"]
 pairs = [["favor-rope", "favor-rope-before"]]
 
 [settings]
+corpus = "enwik8-first-4000000-bytes"
 features = 64
 evaluate_every = 100
 checkpoint_every = 250
@@ -99,6 +104,7 @@ _CONTEST = f"""\
 title = "Rotary linear attention with decay against softmax, at equal parameters and tokens"
 {_FINALISTS}
 [settings]
+corpus = "enwik8-first-4000000-bytes"
 evaluate_every = 125
 checkpoint_every = 250
 
@@ -142,6 +148,7 @@ _CONTEST_RATES = f"""\
 title = "Learning rates of the contest's arms"
 {_FINALISTS}
 [settings]
+corpus = "enwik8-first-4000000-bytes"
 evaluate_every = 125
 checkpoint_every = 250
 
@@ -177,6 +184,7 @@ _CONTEST_1024 = f"""\
 title = "The contest in windows of 1,024 bytes"
 {_FINALISTS}
 [settings]
+corpus = "enwik8-first-4000000-bytes"
 length = 1024
 batch_size = 4
 evaluate_every = 125
@@ -215,6 +223,7 @@ _CONTEST_20M = f"""\
 title = "The contest at ten times the tokens, 20.5 million"
 {_FINALISTS}
 [settings]
+corpus = "enwik8-first-4000000-bytes"
 steps = 5000
 evaluate_every = 250
 checkpoint_every = 250
