@@ -73,7 +73,7 @@ def generation_report(options: argparse.Namespace) -> str:
     progress(f"generate: {new} tokens, {layers} layers, {dim} wide, {heads} heads")
     times = interleave(calls, rounds=min(options.rounds, 5), budget=float("inf"))
     lines, shares, tops = [], {}, []
-    for name, model in models.items():
+    for name in models:
         low, median, high = quartiles(times[name])
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             calls[name]()

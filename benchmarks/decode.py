@@ -4,10 +4,10 @@
     python -m benchmarks.decode --quick --out build/quick
 
 One attention step (batch 1, 8 heads, width 64) after n tokens, without a graph: ours with its state
-(`linear_attention(..., state=state, return_state=True)`; by the native kernels where they are ready,
-and then in torch too), the recurrent step of fast-transformers
-(which cannot rotate), and softmax attention with rotation over a cache of n keys and values that
-has room for the next ones (no copy a token). Each is judged in float64 from the same state. Then
+(`linear_attention(..., state=state, return_state=True)`; by the native kernels where they are
+ready, and then in torch too), the recurrent step of fast-transformers (which cannot rotate), and
+softmax attention with rotation over a cache of n keys and values that has room for the next ones
+(no copy a token). Each is judged in float64 from the same state. Then
 `LanguageModel.generate`: tokens a second, and the share of its time in matrix products; and
 `LanguageModel.decode` by each way there is through it, with --compile torch.compile's too.
 

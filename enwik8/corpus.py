@@ -140,9 +140,10 @@ def load_corpus(
 
     Args:
         name_or_path: "enwik8" (downloaded once, verified), "enwik8-first-N-bytes" (for N with
-            a known checksum; from a file of that name in data_dir, or from the whole), "wiki-sample" (ships with
-            gensim), or a file: raw, .gz, .bz2, .xz or .zip (``archive.zip::member`` where it has several).
-            A file that happens to be called like a known name: ``./enwik8``.
+            a known checksum; from a file of that name in data_dir, or from the whole),
+            "wiki-sample" (ships with gensim), or a file: raw, .gz, .bz2, .xz or .zip
+            (``archive.zip::member`` where it has several). A file that happens to be called like a
+            known name: ``./enwik8``.
         data_dir: where downloads are kept; None: ``./data``.
         splits: sizes in bytes of train, valid, test; None: 90 %, 5 % and the rest, in order (of
             enwik8: 90, 5 and 5 million bytes).
