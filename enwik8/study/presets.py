@@ -92,7 +92,8 @@ learning_rate = [1e-3, 2e-3, 4e-3, 8e-3]
 _FINALISTS = """\
 preset = "small"
 baseline = "softmax-rope"
-arms = ["softmax-rope", "softmax-rope-llama", "best", "best-no-rope"]
+arms = ["softmax-rope", "softmax-rope-llama", "softmax-rope-gate-llama", "best", "best-no-rope"]
+pairs = [["best", "softmax-rope-gate-llama"]]
 
 [evaluation]
 factors = [1, 2, 4, 16]
@@ -116,8 +117,8 @@ seeds = [0, 1, 2]
 learning_rate = 8e-3
 
 [[group]]
-name = "softmax attention"
-arms = ["softmax-rope"]
+name = "softmax attention, and with the recipe's gate"
+arms = ["softmax-rope", "softmax-rope-gate-llama"]
 seeds = [0, 1, 2]
 [group.settings]
 learning_rate = 4e-3
@@ -137,8 +138,8 @@ seeds = [0]
 learning_rate = 4e-3
 
 [[group]]
-name = "the recipe without decay"
-arms = ["best-no-decay"]
+name = "the recipe without decay, and without its gate"
+arms = ["best-no-decay", "best-no-gate"]
 seeds = [0]
 [group.settings]
 learning_rate = 8e-3
@@ -173,8 +174,15 @@ seeds = [0]
 learning_rate = [2e-3, 4e-3, 8e-3]
 
 [[group]]
-name = "the recipe without decay"
-arms = ["best-no-decay"]
+name = "softmax attention with the recipe's gate and norm"
+arms = ["softmax-rope-gate", "softmax-rope-gate-norm-llama"]
+seeds = [0]
+[group.sweep]
+learning_rate = [2e-3, 4e-3, 8e-3]
+
+[[group]]
+name = "the recipe without decay, and without its gate"
+arms = ["best-no-decay", "best-no-gate"]
 seeds = [0]
 [group.sweep]
 learning_rate = [4e-3, 8e-3, 1.6e-2]
@@ -205,8 +213,15 @@ seeds = [0]
 learning_rate = [1e-3, 2e-3, 4e-3]
 
 [[group]]
-name = "seeds of the recipe"
-arms = ["best"]
+name = "learning rates of softmax attention with the recipe's gate"
+arms = ["softmax-rope-gate-llama"]
+seeds = [0]
+[group.sweep]
+learning_rate = [2e-3, 4e-3, 8e-3]
+
+[[group]]
+name = "seeds of the recipe, and of softmax attention with its gate"
+arms = ["best", "softmax-rope-gate-llama"]
 seeds = [0, 1, 2]
 [group.settings]
 learning_rate = 4e-3
@@ -234,6 +249,9 @@ learning_rate = 2e-3
 [arm.softmax-rope]
 learning_rate = 4e-3
 
+[arm.softmax-rope-gate-llama]
+learning_rate = 4e-3
+
 [arm.best]
 learning_rate = 8e-3
 
@@ -247,7 +265,7 @@ seeds = [0]
 
 [[group]]
 name = "finalists"
-arms = ["best", "softmax-rope", "softmax-rope-llama"]
+arms = ["best", "softmax-rope-gate-llama", "softmax-rope", "softmax-rope-llama"]
 seeds = [0, 1, 2]
 """
 
