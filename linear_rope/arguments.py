@@ -10,9 +10,12 @@ from torch import Tensor
 
 from linear_rope.causal import BACKENDS
 from linear_rope.cosformer import CosFormer
+from linear_rope.counts import check_counts
 from linear_rope.feature_maps import Expand
+from linear_rope.permute import Permute
 from linear_rope.positions import can_read
 from linear_rope.states import AttentionState
+from linear_rope.xpos import XPos
 
 __all__ = [
     "DENOMINATORS",
@@ -20,9 +23,15 @@ __all__ = [
     "check_arguments",
     "check_choices",
     "check_cosformer",
+    "check_dropout",
     "check_expansion",
+    "check_flags",
     "check_heads",
     "check_key_mask",
+    "check_local",
+    "check_one_axis",
+    "check_sizes",
+    "check_softmax",
     "check_state",
     "check_tensors",
 ]
@@ -45,9 +54,74 @@ def check_flags(**flags: Any) -> None:
             raise ValueError(f"{name}={value!r} must be True or False")
 
 
-def is_count(value: Any) -> bool:
-    """Whether it is an integer of at least 0; True and False are not, though Python counts them."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+def check_sizes(
+    dim: Any, heads: Any, kv_heads: Any = None, head_dim: Any = None, value_dim: Any = None
+) -> None:
+    """Refuses widths and numbers of heads that are none, or do not fit together; None: by default.
+
+    `check_local` says the same of local heads.
+    """
+    check_counts(dim=dim, heads=heads)
+    check_counts(optional=True, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim)
+    if head_dim is None and dim % heads:
+        raise ValueError(
+            f"heads={heads} does not divide dim={dim}; choose a divisor, or give the layer head_dim"
+        )
+    if kv_heads is not None and heads % kv_heads:
+        raise ValueError(
+            f"kv_heads={kv_heads} does not divide heads={heads}; choose a divisor (1 is "
+            "multi-query attention)"
+        )
+
+
+def check_local(local_heads: Any, window: Any, heads: int, kv_heads: int | None) -> None:
+    """Refuses local heads that leave none linear or split a group, and a window without a token."""
+    check_counts(0, local_heads=local_heads)
+    check_counts(window=window)
+    if local_heads >= heads:
+        raise ValueError(f"local_heads={local_heads} must leave one of heads={heads} linear")
+    group = heads // (kv_heads or heads)
+    if local_heads % group:
+        raise ValueError(
+            f"local_heads={local_heads} must be a multiple of heads / kv_heads = {group}, which "
+            "share a key head"
+        )
+
+
+def check_one_axis(local_heads: int, rotary: Any) -> None:
+    """Refuses local heads beside positions of two axes."""
+    if local_heads and getattr(rotary, "axes", 1) > 1:
+        raise ValueError(
+            f"local_heads={local_heads} look back along one axis; use another rotary_scaling "
+            "than 'axial', or no local heads"
+        )
+
+
+def check_dropout(dropout: Any) -> None:
+    """Refuses what is no number, or would leave nothing."""
+    if not isinstance(dropout, int | float) or not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout={dropout!r} must be in [0, 1)")
+
+
+def check_softmax(decay: Any, local_heads: Any, rotary: Any = None) -> None:
+    """Refuses what softmax attention has no form for; `rotary` turns its queries and keys."""
+    for name, value, none, why in (
+        ("decay", decay, "none", "softmax attention has no state that could fade"),
+        ("local_heads", local_heads, 0, "beside softmax heads local ones are no choice"),
+    ):
+        if value != none:
+            raise ValueError(
+                f"{name}={value!r} needs attention='linear', RotaryLinearAttention; {why}"
+            )
+    if isinstance(rotary, XPos):
+        raise ValueError(
+            "rotary_scaling='xpos' needs linear attention: a cache of rotated keys does not fade"
+        )
+    if isinstance(rotary, CosFormer | Permute):
+        name = type(rotary).__name__.lower()
+        raise ValueError(
+            f"rotary_scaling={name!r} needs linear attention: its weights are products of features"
+        )
 
 
 def check_tensors(**given: Any) -> None:

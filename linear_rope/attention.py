@@ -17,14 +17,16 @@ from linear_rope.arguments import (
     check_cosformer,
     check_expansion,
     check_flags,
+    check_local,
+    check_one_axis,
 )
 from linear_rope.attention_base import AttentionBase
-from linear_rope.causal import BACKENDS
+from linear_rope.causal import BACKENDS, check_chunk_size
 from linear_rope.decays import make_decay
 from linear_rope.feature_maps import FEATURE_MAPS, FeatureMap, make_feature_map
 from linear_rope.functional import linear_attention
 from linear_rope.local_attention import LocalHeads
-from linear_rope.rotary import Rotary, check_rotation
+from linear_rope.rotary import Rotary, check_rates, check_rotation
 from linear_rope.scaling import Scaling
 from linear_rope.softmax import SoftmaxAttention
 
@@ -130,11 +132,16 @@ class RotaryLinearAttention(AttentionBase):
         )
         check_flags(output_norm=output_norm)
         self.rotate, self.denominator, self.output_norm = rotate, denominator, output_norm
+        check_rates(rotary_base, rotary_fraction)
+        check_local(local_heads, window, heads, kv_heads)
+        check_chunk_size(chunk_size)
+        self._check_order(local_heads=local_heads)
         if local_heads:
             turn = None
             if rotate != "none":
                 turn = Rotary(self.head_dim, rotary_base, rotary_fraction, pairing)
-            self.local = self._make_local(local_heads, window, turn)
+            near = local_heads * self.kv_heads // heads
+            self.local = LocalHeads(local_heads, near, window, rotary=turn, output_norm=output_norm)
         kv_heads = self._far_heads()[1]
         self.backend, self.chunk_size = backend, chunk_size
         options: dict[str, object] = {"features": features, "redraw_interval": redraw_interval}
@@ -165,27 +172,11 @@ class RotaryLinearAttention(AttentionBase):
             check_rotation(
                 self.rotary, rotate=rotate, causal=causal, state=False, packed=False, one_clock=True
             )
-        if self.local is not None and getattr(self.rotary, "axes", 1) > 1:
-            raise ValueError(
-                f"local_heads={local_heads} look back along one axis; use another rotary_scaling "
-                "than 'axial', or no local heads"
-            )
+        check_one_axis(local_heads, self.rotary)
         self.gate = make_decay(decay, dim, kv_heads)
         if self.gate is not None and not causal:
             raise ValueError(f"decay={decay!r} needs causal=True: without an order nothing decays")
         self._sign(feature_map, self.rotary, f"rotate={rotate}", f"denominator={denominator}")
-
-    def _make_local(self, heads: int, window: int, rotary: Rotary | None) -> LocalHeads:
-        self._check_order(local_heads=heads)
-        group = self.heads // self.kv_heads
-        if type(heads) is not int or heads % group or not 0 < heads < self.heads:
-            raise ValueError(
-                f"local_heads={heads!r} must leave one of heads={self.heads} linear, and be a "
-                f"multiple of heads / kv_heads = {group}, which share a key head"
-            )
-        return LocalHeads(
-            heads, heads // group, window, rotary=rotary, output_norm=self.output_norm
-        )
 
     def _attend(
         self,

@@ -8,7 +8,14 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from linear_rope.arguments import check_flags, check_key_mask, check_tensors, is_count
+from linear_rope.arguments import (
+    check_dropout,
+    check_flags,
+    check_key_mask,
+    check_sizes,
+    check_tensors,
+)
+from linear_rope.counts import check_counts
 from linear_rope.local_attention import LocalHeads
 from linear_rope.mixing import OutputGate, ShortConvolution, TokenShift
 from linear_rope.positions import can_read, resolve_positions
@@ -63,27 +70,12 @@ class AttentionBase(nn.Module):
             causal=causal,
             bias=bias,
         )
-        if dim < 1 or heads < 1:
-            raise ValueError(f"dim={dim} and heads={heads} must both be at least 1")
-        if head_dim is None:
-            if dim % heads:
-                raise ValueError(
-                    f"heads={heads} does not divide dim={dim}; choose a divisor or give head_dim"
-                )
-            head_dim = dim // heads
+        check_sizes(dim, heads, kv_heads, head_dim, value_dim)
+        check_dropout(dropout)
+        check_counts(0, short_conv=short_conv)
+        head_dim = dim // heads if head_dim is None else head_dim
         value_dim = head_dim if value_dim is None else value_dim
-        if head_dim < 1 or value_dim < 1:
-            raise ValueError(
-                f"head_dim={head_dim} and value_dim={value_dim} must both be at least 1"
-            )
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout={dropout} must be in [0, 1)")
         kv_heads = heads if kv_heads is None else kv_heads
-        if kv_heads < 1 or heads % kv_heads:
-            raise ValueError(
-                f"kv_heads={kv_heads} does not divide heads={heads}; choose a divisor (1 is "
-                "multi-query attention)"
-            )
         self.dim, self.heads, self.kv_heads, self.causal = dim, heads, kv_heads, causal
         self.head_dim, self.value_dim = head_dim, value_dim
         self.query = nn.Linear(dim, heads * head_dim, bias=bias)
@@ -94,11 +86,6 @@ class AttentionBase(nn.Module):
         if qk_norm:
             self.query_norm = nn.RMSNorm(head_dim, eps=1e-6)
             self.key_norm = nn.RMSNorm(head_dim, eps=1e-6)
-        if not is_count(short_conv):
-            raise ValueError(
-                f"short_conv={short_conv!r} must be 0 (none) or the tokens that the convolution "
-                "sees, such as 4"
-            )
         self._check_order(short_conv=short_conv, token_shift=token_shift)
         self.shift = TokenShift(dim) if token_shift else None
         self.convolution: ShortConvolution | None = None

@@ -6,11 +6,22 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-from linear_rope.arguments import DENOMINATORS, ROTATE, check_choices, check_flags, is_count
-from linear_rope.causal import BACKENDS
+from linear_rope.arguments import (
+    DENOMINATORS,
+    ROTATE,
+    check_choices,
+    check_dropout,
+    check_flags,
+    check_local,
+    check_one_axis,
+    check_sizes,
+    check_softmax,
+)
+from linear_rope.causal import BACKENDS, check_chunk_size
+from linear_rope.counts import check_counts
 from linear_rope.decays import make_decay
 from linear_rope.feature_maps import FEATURE_MAPS
-from linear_rope.rotary import PAIRINGS
+from linear_rope.rotary import PAIRINGS, check_rates
 from linear_rope.rotary_variants import make_rotary
 from linear_rope.selective import is_selective, make_selective
 
@@ -27,6 +38,9 @@ EXPANDED = tuple(name for name in FEATURE_MAPS if name.endswith("-expand"))
 @dataclass(frozen=True)
 class Config:
     """Sizes and choices of a model; checked when it is made.
+
+    By the checks of the layers, which add those that need the width of a feature map: an odd number
+    of features, a `rotary_fraction` that leaves no pair, cosFormer's expanded ones.
 
     Args:
         vocab_size, dim, layers, heads: sizes; `heads` divides `dim`.
@@ -88,16 +102,15 @@ class Config:
     chunk_size: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "dim", "layers", "heads", "max_length", "window"):
-            value = getattr(self, name)
-            if name == "max_length" and value is None:
-                continue
-            if not is_count(value) or value < 1:
-                raise ValueError(f"{name}={value!r} must be an integer of at least 1")
-        for name in ("short_conv", "local_heads"):
-            value = getattr(self, name)
-            if not is_count(value):
-                raise ValueError(f"{name}={value!r} must be an integer of at least 0 (0: none)")
+        check_counts(vocab_size=self.vocab_size, layers=self.layers)
+        check_counts(
+            optional=True,
+            max_length=self.max_length,
+            features=self.features,
+            redraw_interval=self.redraw_interval,
+        )
+        check_counts(0, short_conv=self.short_conv)
+        check_sizes(self.dim, self.heads, self.kv_heads)
         check_flags(
             output_norm=self.output_norm,
             qk_norm=self.qk_norm,
@@ -116,14 +129,9 @@ class Config:
             pairing=(self.pairing, PAIRINGS),
             backend=(self.backend, ("auto", *BACKENDS)),
         )
-        if self.dim % self.heads:
-            raise ValueError(f"heads={self.heads} does not divide dim={self.dim}; choose a divisor")
-        if self.heads % (self.kv_heads or 1):
-            raise ValueError(
-                f"kv_heads={self.kv_heads} does not divide heads={self.heads}; choose a divisor"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout={self.dropout} must be in [0, 1)")
+        check_dropout(self.dropout)
+        check_rates(self.rotary_base, self.rotary_fraction)
+        check_chunk_size(self.chunk_size)
         if self.init_std is not None and not 0.0 < self.init_std < math.inf:
             raise ValueError(
                 f"init_std={self.init_std} must be positive and finite; omit it for 1/sqrt(fan in)"
@@ -135,22 +143,9 @@ class Config:
         if self.block == "llama" and self.bias:
             raise ValueError("block='llama' has no biases; use bias=False, or block='gpt'")
         make_decay(self.decay, 1, 1)  # refuses what it must
-        for name, none, why in (
-            ("decay", "none", "softmax attention has no state that could fade"),
-            ("local_heads", 0, "beside softmax heads local ones are no choice"),
-        ):
-            if self.attention == "softmax" and getattr(self, name) != none:
-                raise ValueError(f"{name}={getattr(self, name)!r} needs attention='linear'; {why}")
-        if self.local_heads >= self.heads:
-            raise ValueError(
-                f"local_heads={self.local_heads} must leave one of heads={self.heads} linear"
-            )
-        group = self.heads // (self.kv_heads or self.heads)
-        if self.local_heads and self.local_heads % group:
-            raise ValueError(
-                f"local_heads={self.local_heads} must be a multiple of heads / kv_heads = {group}, "
-                "which share a key head"
-            )
+        check_local(self.local_heads, self.window, self.heads, self.kv_heads)
+        if self.attention == "softmax":
+            check_softmax(self.decay, self.local_heads)
         given = [n for n in ("features", "redraw_interval") if getattr(self, n) is not None]
         if given and (self.attention == "softmax" or not self.feature_map.startswith("favor")):
             raise ValueError(
@@ -180,7 +175,10 @@ class Config:
                         "choose another local_heads, heads or dim"
                     )
             else:
-                make_rotary(4, self.rotary_base, scaling=self.rotary_scaling)
+                rotary = make_rotary(4, self.rotary_base, scaling=self.rotary_scaling)
+                check_one_axis(self.local_heads, rotary)
+                if self.attention == "softmax":
+                    check_softmax(self.decay, self.local_heads, rotary)
         if self.position == "learned" and self.max_length is None:
             raise ValueError(
                 "position='learned' needs max_length, the number of positions in its table"

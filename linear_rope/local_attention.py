@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linear_rope.arguments import check_key_mask
+from linear_rope.counts import check_counts
 from linear_rope.mixing import Row, check_segments
 from linear_rope.rotary import Rotary
 from linear_rope.states import _to
@@ -67,7 +68,7 @@ def local_attention(
     Args:
         q: (batch, head, time, D). k, v: (batch, key head, time, D or E); heads a multiple of key
             heads.
-        window: tokens that a query sees at most, from 1 up. Pads do not count.
+        window: tokens that a query sees at most, from 1 (itself) up. Pads do not count.
         key_mask: (batch, time) bool, True at real tokens; the output at others is 0.
         segment_ids: (batch, time), a document a run of one id (`resolve_segments`).
         state: of an earlier call, to continue; return_state: also return the new one.
@@ -121,10 +122,7 @@ class LocalHeads(nn.Module):
         output_norm: bool = False,
     ) -> None:
         super().__init__()
-        if type(window) is not int or window < 1:
-            raise ValueError(
-                f"window={window!r} must be an integer of at least 1: a token sees itself"
-            )
+        check_counts(window=window)
         self.heads, self.kv_heads, self.window = heads, kv_heads, window
         self.rotary, self.output_norm = rotary, output_norm
 
@@ -219,8 +217,7 @@ def _check(
                 f"q, k and v must share dtype and device: {name} is {x.dtype} on {x.device}, q is "
                 f"{q.dtype} on {q.device}; convert one with .to()"
             )
-    if window < 1:
-        raise ValueError(f"window={window} must be at least 1: a token sees itself")
+    check_counts(window=window)
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
     fits = all(x.ndim == 4 for x in (q, k, v)) and k.shape[:3] == v.shape[:3]
     fits = fits and (q.shape[0], q.shape[2:]) == (k.shape[0], k.shape[2:])

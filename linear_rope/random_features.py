@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from linear_rope.counts import check_counts
 from linear_rope.feature_base import FeatureMap, full_precision
 
 __all__ = [
@@ -54,14 +55,11 @@ class RandomFeatures(FeatureMap):
         redraw_interval: int | None = None,
         seed: int | None = None,
     ) -> None:
+        check_counts(optional=True, features=features, redraw_interval=redraw_interval)
         if features is None:
             features = max(2, int(head_dim * math.log(max(1, head_dim))))
             features += features % 2
         super().__init__(head_dim, features)
-        if redraw_interval is not None and redraw_interval < 1:
-            raise ValueError(
-                f"redraw_interval={redraw_interval} must be at least 1 step; None never redraws"
-            )
         self.redraw_interval = redraw_interval
         if seed is None:
             seed = int(torch.randint(2**62, (), device="cpu"))

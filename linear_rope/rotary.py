@@ -76,13 +76,12 @@ class Rotary:
                 f"pairs; use {self.width + 1 if self.width > 0 else 2} features, "
                 "or rotate a fraction of them"
             )
-        if not 0 < self.fraction <= 1 or self.rotated_width < 2:
+        check_rates(self.base, self.fraction)
+        if self.rotated_width < 2:
             raise ValueError(
-                f"rotary fraction={self.fraction} must be in (0, 1] and leave at least one pair of "
-                f"the {self.width} features; use position 'none' to rotate nothing"
+                f"rotary fraction={self.fraction} must leave at least one pair of the {self.width} "
+                "features; use position 'none' to rotate nothing"
             )
-        if not self.base > 0:
-            raise ValueError(f"rotary base={self.base} must be positive (the usual one is 10000)")
         if self.pairing not in PAIRINGS:
             raise ValueError(
                 f"pairing={self.pairing!r} is unknown; choose one of: {', '.join(PAIRINGS)}"
@@ -139,6 +138,16 @@ class Rotary:
     def __call__(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x (batch, head, time, width) by positions (time,) or (batch, time)."""
         return turn(self, x, positions)
+
+
+def check_rates(base: Any, fraction: Any) -> None:
+    """Refuses a base that is not positive, and what is no share of the features."""
+    if not isinstance(base, int | float) or not base > 0:
+        raise ValueError(f"rotary base={base!r} must be positive (the usual one is 10000)")
+    if not isinstance(fraction, int | float) or not 0 < fraction <= 1:
+        raise ValueError(
+            f"rotary fraction={fraction!r} must be in (0, 1]; use position 'none' to rotate nothing"
+        )
 
 
 def cos_and_sin(rotation: Any, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

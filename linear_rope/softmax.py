@@ -8,15 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linear_rope.arguments import ROTATE, check_choices, check_flags
+from linear_rope.arguments import ROTATE, check_choices, check_flags, check_softmax
 from linear_rope.attention_base import AttentionBase
-from linear_rope.cosformer import CosFormer
-from linear_rope.permute import Permute
 from linear_rope.positions import next_position, resolve_positions
-from linear_rope.rotary import check_rotation
+from linear_rope.rotary import check_rates, check_rotation
 from linear_rope.scaling import Scaling
 from linear_rope.states import KeyValueCache
-from linear_rope.xpos import XPos
 
 __all__ = ["SoftmaxAttention"]
 
@@ -34,6 +31,7 @@ class SoftmaxAttention(AttentionBase):
         rotate: "before" (queries and keys are rotated before the softmax kernel; "after" means the
             same here, so that one configuration serves both layers), or "none".
         alibi: a bias by distance; needs rotate="none".
+        decay, local_heads: other values than these are refused: they belong to the linear layer.
         others: as in `RotaryLinearAttention`; a selective rotation turns queries and keys as a
             fixed one does, before the kernel.
     """
@@ -56,9 +54,11 @@ class SoftmaxAttention(AttentionBase):
         pairing: str = "interleaved",
         rotary_scaling: str | Scaling | None = None,
         output_norm: bool = False,
+        decay: str = "none",
         short_conv: int = 0,
         token_shift: bool = False,
         output_gate: bool = False,
+        local_heads: int = 0,
         causal: bool = True,
         dropout: float = 0.0,
         bias: bool = False,
@@ -78,6 +78,7 @@ class SoftmaxAttention(AttentionBase):
             bias=bias,
         )
         check_choices(rotate=(rotate, ROTATE))
+        check_rates(rotary_base, rotary_fraction)
         if alibi and rotate != "none":
             raise ValueError(
                 f"alibi=True takes the place of a rotation: use rotate='none', got {rotate!r}"
@@ -89,17 +90,7 @@ class SoftmaxAttention(AttentionBase):
             self.rotary = self._make_rotary(
                 self.head_dim, rotary_base, rotary_fraction, pairing, rotary_scaling
             )
-            if isinstance(self.rotary, XPos):
-                raise ValueError(
-                    "rotary_scaling='xpos' needs linear attention: a cache of rotated keys does "
-                    "not fade"
-                )
-            if isinstance(self.rotary, CosFormer | Permute):
-                name = type(self.rotary).__name__.lower()
-                raise ValueError(
-                    f"rotary_scaling={name!r} needs linear attention: its weights are products "
-                    "of features"
-                )
+        check_softmax(decay, local_heads, self.rotary)
         self._sign(self.rotary, *(("alibi",) if alibi else ()))
 
     def _attend(

@@ -353,7 +353,7 @@ def test_default_features_build_and_run_rotated_at_every_usual_width(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dim": 10}, r"heads=4 does not divide dim=10; choose a divisor or give head_dim"),
+        ({"dim": 10}, r"heads=4 does not divide dim=10; choose a divisor, or give the layer head_dim"),
         ({"heads": 0}, r"heads=0 .*at least 1"),
         ({"dim": -8}, r"dim=-8 .*at least 1"),
         ({"head_dim": 0}, r"head_dim=0 .*at least 1"),

@@ -50,6 +50,7 @@ EVERYTHING: dict[str, Any] = {
     "block": "llama",
     **SWITCHES["local, grouped"],
 }
+RANDOM: dict[str, Any] = {"feature_map": "favor+"}
 FOR_SOFTMAX = ("convolution", "shift", "gate", "norms", "selective", "selective, half", "llama")
 KINDS: dict[str, dict[str, Any]] = {
     **SWITCHES,
@@ -728,6 +729,13 @@ def test_models_of_low_precision(kind: str, dtype: torch.dtype) -> None:
         ({"heads": 4, "kv_heads": 3}, r"kv_heads=3 does not divide heads=4"),
         ({"local_heads": 1, "window": True}, r"window=True must"),
         ({"local_heads": 1, "window": 0}, r"window=0 must be an integer of at least 1"),
+        ({"window": -5}, r"window=-5 must be an integer of at least 1"),  # also without local heads
+        ({"window": None}, r"window=None must be an integer of at least 1"),
+        ({"local_heads": None}, r"local_heads=None must be an integer of at least 0"),
+        ({"features": 0, **RANDOM}, r"features=0 must be an integer of at least 1"),
+        ({"features": True, **RANDOM}, r"features=True must be an integer of at least 1"),
+        ({"redraw_interval": 0, **RANDOM}, r"redraw_interval=0 must be an integer of at least 1"),
+        ({"chunk_size": 0}, r"chunk_size must be at least 1, and an integer, got 0"),
         ({"local_heads": 1, "rotary_scaling": "axial"}, r"local_heads=1 .*than 'axial'"),
         ({"rotary_scaling": "selectiv"}, r"'selectiv' is unknown.*yarn.*permute, selective"),
         ({"rotary_scaling": "selective:speed=3"}, r"does not know the option speed.*rank, kernel"),
@@ -741,19 +749,76 @@ def test_models_of_low_precision(kind: str, dtype: torch.dtype) -> None:
     ],
 )
 @pytest.mark.parametrize("where", ["layer", "config"])
-def test_what_layers_and_configs_refuse(where: str, options: dict[str, Any], message: str) -> None:
+def test_what_linear_layers_and_configs_refuse(
+    where: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         if where == "layer":
             RotaryLinearAttention(16, **{"heads": 2, **options})
         else:
-            LanguageModel(Config(**{**SIZES, **options}))
+            Config(**{**SIZES, **options})
+
+
+@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("where", ["layer", "config"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dim": "x"}, r"dim='x' must be an integer of at least 1"),
+        ({"heads": 0}, r"heads=0 must be an integer of at least 1"),
+        ({"heads": True}, r"heads=True must be an integer of at least 1"),
+        ({"heads": 3}, r"heads=3 does not divide dim=16"),
+        ({"kv_heads": 0}, r"kv_heads=0 must be an integer of at least 1"),
+        ({"kv_heads": 1.0}, r"kv_heads=1.0 must be an integer of at least 1"),
+        ({"heads": 4, "kv_heads": 3}, r"kv_heads=3 does not divide heads=4"),
+        ({"short_conv": -1}, r"short_conv=-1 must be an integer of at least 0"),
+        ({"dropout": 1.0}, r"dropout=1.0 must be in \[0, 1\)"),
+        ({"dropout": "x"}, r"dropout='x' must be in \[0, 1\)"),
+        ({"rotary_base": 0}, r"rotary base=0 must be positive"),
+        ({"rotary_base": None}, r"rotary base=None must be positive"),
+        ({"rotary_fraction": 1.5}, r"rotary fraction=1.5 must be in \(0, 1\]"),
+        ({"rotary_fraction": float("nan")}, r"rotary fraction=nan must be in \(0, 1\]"),
+    ],
+)
+def test_what_all_layers_and_configs_refuse(
+    where: str, softmax: bool, options: dict[str, Any], message: str
+) -> None:
+    """In the same words, since each check has one home."""
+    with pytest.raises(ValueError, match=message):
+        if where == "layer":
+            layer: Any = SoftmaxAttention if softmax else RotaryLinearAttention
+            layer(**{"dim": 16, "heads": 2, **options})
+        else:
+            Config(**{**SIZES, "attention": "softmax" if softmax else "linear", **options})
+
+
+@pytest.mark.parametrize("where", ["layer", "config"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"decay": "fixed"},
+            r"decay='fixed' needs attention='linear', RotaryLinearAttention; .*no",
+        ),
+        ({"local_heads": 1}, r"local_heads=1 needs attention='linear', RotaryLinearAttention"),
+        ({"rotary_scaling": "xpos"}, r"rotary_scaling='xpos' needs linear attention"),
+        ({"rotary_scaling": "permute"}, r"rotary_scaling='permute' needs linear attention"),
+    ],
+)
+def test_what_softmax_attention_has_no_form_for(
+    where: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        if where == "layer":
+            SoftmaxAttention(16, 2, **options)
+        else:
+            Config(**{**SIZES, "attention": "softmax", **options})
+    assert SoftmaxAttention(16, 2, decay="none", local_heads=0)(torch.zeros(1, 2, 16)).shape
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"attention": "softmax", "decay": "fixed"}, r"decay='fixed' needs attention='linear'"),
-        ({"attention": "softmax", "local_heads": 1}, r"local_heads=1 needs attention='linear'"),
         ({"block": "bert"}, r"block='bert' is unknown.*gpt, llama"),
         ({"block": "llama", "bias": True}, r"block='llama' has no biases; use bias=False"),
         ({"block": "llama", "mlp_ratio": 0.01}, r"mlp_ratio=0.01 must leave"),
