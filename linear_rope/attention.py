@@ -176,7 +176,8 @@ class RotaryLinearAttention(AttentionBase):
         self.gate = make_decay(decay, dim, kv_heads)
         if self.gate is not None and not causal:
             raise ValueError(f"decay={decay!r} needs causal=True: without an order nothing decays")
-        self._sign(feature_map, self.rotary, f"rotate={rotate}", f"denominator={denominator}")
+        own = f"rotate={rotate}", f"denominator={denominator}", f"decay={self.gate}"
+        self._sign(feature_map, self.rotary, *own)
 
     def _attend(
         self,

@@ -315,8 +315,9 @@ class AttentionBase(nn.Module):
         """Name what the layer's states depend on; its states carry the mark of it."""
         mixing: tuple[object, ...] = (self.shift, self.convolution, self.local)
         mixing = tuple(part for part in mixing if part is not None)
+        normed = () if self.key_norm is None else ("qk_norm",)
         self.mixed = bool(mixing) or isinstance(self.rotary, SelectiveRotation)
-        parts = (*parts, *mixing)
+        parts = (*parts, *normed, *mixing)
         self.origin = " ".join(", ".join(map(str, parts)).split())
         self.made_by = signature(type(self).__name__, *parts)
 
@@ -343,9 +344,9 @@ class AttentionBase(nn.Module):
         marks = state.made_by.tolist() if state.made_by.ndim and can_read(state.made_by) else []
         if any(mark != self.made_by for mark in marks):
             raise ValueError(
-                f"state is of another feature map, rotation or denominator: its mark is {marks[0]}"
-                f", that of this layer ({self.origin}) is {self.made_by}; pass a state that this "
-                "layer returned, or none"
+                "state is of another feature map, rotation, denominator or decay: its mark is "
+                f"{marks[0]}, that of this layer ({self.origin}) is {self.made_by}; pass a state "
+                "that this layer returned, or none"
             )
 
     def _has_parts(self, state: MixedState) -> bool:

@@ -166,7 +166,8 @@ class LearnedDecay(nn.Linear):
             raise ValueError(f"bias={bias} of a decay must be finite")
         # Before the linear layer is made, for it resets its parameters itself.
         self.biases = [float(bias)] * heads
-        self.time_scales = time_scales
+        # As floats, so that equal ones print alike: the marks of states are made of that.
+        self.time_scales = None if time_scales is None else tuple(map(float, time_scales))
         if time_scales is not None:
             self.biases = [bias_of(tau) for tau in spread(heads, *time_scales)]
         super().__init__(dim, heads)
@@ -186,7 +187,8 @@ class LearnedDecay(nn.Linear):
         return F.logsigmoid(full_precision(super().forward(x))).transpose(1, 2)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, time_scales={self.time_scales}"
+        start = f"bias={self.biases[0]}" if self.time_scales is None else self.time_scales
+        return f"{self.in_features}, heads={self.out_features}, start={start}"
 
 
 def make_decay(text: str, dim: int, heads: int) -> FixedDecay | LearnedDecay | None:

@@ -23,8 +23,9 @@ UNMARKED = torch.tensor(0, device="cpu")
 def signature(*parts: object) -> int:
     """A number of 62 bits that stands for how the parts print, the same in every process.
 
-    Layers mark their states with that of their feature map and rotation, so that sums made with
-    others are refused, where sizes alone would not tell.
+    Layers mark their states with that of their feature map, rotation, decay and whatever else their
+    sums depend on but the weights, so that sums made with others are refused, where sizes alone
+    would not tell.
     """
     digest = hashlib.sha256("\n".join(map(repr, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 2

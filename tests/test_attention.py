@@ -353,7 +353,10 @@ def test_default_features_build_and_run_rotated_at_every_usual_width(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dim": 10}, r"heads=4 does not divide dim=10; choose a divisor, or give the layer head_dim"),
+        (
+            {"dim": 10},
+            r"heads=4 does not divide dim=10; choose a divisor, or give the layer head_dim",
+        ),
         ({"heads": 0}, r"heads=0 .*at least 1"),
         ({"dim": -8}, r"dim=-8 .*at least 1"),
         ({"head_dim": 0}, r"head_dim=0 .*at least 1"),
@@ -491,6 +494,9 @@ STATES: dict[str, dict[str, Any]] = {
     "no rotation": {"rotate": "none"},
     "rotation before": {"rotate": "before"},
     "denominator": {"denominator": "rotated"},
+    "fixed decay": {"decay": "fixed"},
+    "learned decay": {"decay": "learned"},
+    "normed keys": {"qk_norm": True},
 }
 
 
@@ -501,7 +507,9 @@ def test_a_state_of_another_map_or_rotation_is_refused(name: str) -> None:
     layer, other = RotaryLinearAttention(16, 4), RotaryLinearAttention(16, 4, **STATES[name])
     state, foreign = (m(x, return_state=True)[1] for m in (layer, other))
     assert [a.shape for a in state] == [b.shape for b in foreign]
-    message = r"state is of another feature map, rotation or denominator: its mark is \d+, .*\(E"
+    message = (
+        r"state is of another feature map, rotation, denominator or decay: its mark is \d+, .*\(E"
+    )
     for one in (foreign, foreign.clone(), foreign.index_select(torch.tensor([1, 1]))):
         with pytest.raises(ValueError, match=message):
             layer(x, state=one)

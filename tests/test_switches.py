@@ -547,9 +547,14 @@ def test_states_of_another_kind_are_refused(kind: str) -> None:
         layer(x[:1], state=state)
 
 
-def test_a_state_of_another_convolution_window_or_selective_rotation_is_refused() -> None:
+def test_a_state_of_another_decay_convolution_window_or_selective_rotation_is_refused() -> None:
     x = torch.randn(2, 5, 16)
     for one, two in (
+        ({"decay": "learned"}, {"decay": "none"}),
+        ({"decay": "learned"}, {"decay": "fixed"}),
+        ({"decay": "learned"}, {"decay": "learned:first=2,last=32"}),
+        ({"decay": "learned:bias=3"}, {"decay": "learned:bias=4"}),
+        ({"decay": "fixed"}, {"decay": "fixed:first=5,last=8"}),
         ({"short_conv": 4}, {"short_conv": 3}),
         ({"local_heads": 1, "window": 4}, {"local_heads": 1, "window": 5}),
         ({"rotary_scaling": "selective"}, {"rotary_scaling": "selective:theta=100"}),
@@ -558,6 +563,9 @@ def test_a_state_of_another_convolution_window_or_selective_rotation_is_refused(
         _, state = RotaryLinearAttention(16, 2, **one)(x, return_state=True)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=r"its mark is -?\d+"):
             RotaryLinearAttention(16, 2, **two)(x, state=state)  # type: ignore[arg-type]
+    # The same decay in other words is the same.
+    _, state = RotaryLinearAttention(16, 2, decay="learned")(x, return_state=True)
+    RotaryLinearAttention(16, 2, decay="learned:first=4,last=4096")(x, state=state)
 
 
 # ---- Checkpoints, starts, copies -----------------------------------------------------------------
