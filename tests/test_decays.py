@@ -66,6 +66,23 @@ def test_learned_decay_starts_at_its_time_scales() -> None:
     assert decay.weight.abs().max() > 0
 
 
+def test_tokens_spread_around_the_time_scales_and_their_mean_is_shorter() -> None:
+    """On normed noise, with W x a standard normal variable."""
+    decay = LearnedDecay(64, 4, time_scales=(4, 4096))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        decay.weight.copy_(F.normalize(torch.randn(4, 64, generator=generator), dim=-1))
+        g = decay(F.rms_norm(torch.randn(1, 20_000, 64, generator=generator), (64,)))[0].double()
+    tau = torch.tensor(spread(4, 4, 4096), dtype=torch.float64)
+    torch.testing.assert_close(-1 / g.median(-1).values, tau, rtol=0.06, atol=0)
+    low, high = (-1 / torch.quantile(g, p, dim=-1) for p in (0.1587, 0.8413))  # one sigma
+    torch.testing.assert_close(low[1:], tau[1:] / math.e, rtol=0.06, atol=0)
+    torch.testing.assert_close(high[1:], tau[1:] * math.e, rtol=0.06, atol=0)
+    mean = -1 / g.mean(-1)
+    torch.testing.assert_close(mean[1:], tau[1:] / math.e**0.5, rtol=0.06, atol=0)
+    assert 2.8 < mean[0] < 3.1
+
+
 def test_without_time_scales_it_is_the_linear_layer_of_old_bit_by_bit() -> None:
     torch.manual_seed(5)
     old = nn.Linear(DIM, 4)
