@@ -8,6 +8,10 @@ and takes some thirty small operations, so that general checks and tables would 
 as much as the step. `linear_attention` comes here when what it was given is plain; everything else
 takes the long way, and the two agree (that is tested). Where no gradient is asked for and the
 native kernels are ready, the whole step is one call of theirs.
+
+exp(g) is rounded here, by a constant g the same way at each step, so that sums of time-scale
+tau = -1/g come out off by up to 2^-25 tau in float32. `linear_rope.causal.recurrent` does
+not, for whole sequences.
 """
 
 from __future__ import annotations

@@ -160,13 +160,10 @@ def test_strong_decays_over_65536_tokens(form):
     narrow = [x.detach().float().requires_grad_(form != "recurrent") for x in wide]
     out, _ = causal_product(*narrow[:3], log_decay=narrow[3], backend=form)
     got = out[0, 0, rows]
-    if form == "recurrent":
-        # It multiplies by a rounded exp(-1e-4) for 32,000 times: 2^-25 each, all the same way. Its
-        # graph over so many tokens would take gigabytes.
-        assert judge.error(got, want) <= 1e-3
-        return
     for row, want_row in zip(got, want, strict=True):  # some are 100 times as large as others
         assert judge.error(row, want_row) <= 1e-5
+    if form == "recurrent":
+        return  # its graph over so many tokens would take gigabytes; see tests/test_decays.py
     cotangent = torch.randn_like(want)
     want_grads = torch.autograd.grad(want, wide, cotangent)
     grads = torch.autograd.grad(got, narrow, cotangent.float())

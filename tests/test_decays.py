@@ -13,6 +13,7 @@ from judge import attention, error
 from torch import Tensor, nn
 
 from linear_rope import linear_attention
+from linear_rope.causal import causal_product
 from linear_rope.decays import BIAS, FixedDecay, LearnedDecay, bias_of, retnet_rates, spread
 
 DIM = 6
@@ -81,6 +82,42 @@ def test_tokens_spread_around_the_time_scales_and_their_mean_is_shorter() -> Non
     mean = -1 / g.mean(-1)
     torch.testing.assert_close(mean[1:], tau[1:] / math.e**0.5, rtol=0.06, atol=0)
     assert 2.8 < mean[0] < 3.1
+
+
+@pytest.mark.parametrize("tau", [4096, 10_000])
+def test_the_recurrent_form_does_not_drift(tau: int) -> None:
+    """A constant factor is rounded the same way at each step: 1e-4 over 4096 tokens."""
+    generator = torch.Generator().manual_seed(2)
+    length = 16_384
+    q, k, v = (torch.rand(1, 1, length, 4, generator=generator) for _ in range(3))
+    g = torch.full((1, 1, length), -1 / tau)
+    g[..., 9000] = -0.6  # on the other side of where `factors` parts strong decays from weak ones
+    got, state = causal_product(q, k, v, log_decay=g, backend="recurrent")
+    wide = [x.double() for x in (q, k, v)]
+    back = g.double().flip(-1).cumsum(-1).flip(-1) - g.double()  # from each key to the end
+    want_state = (wide[1] * back.exp().unsqueeze(-1)).mT @ wide[2]
+    assert error(state, want_state) <= 1e-5
+    rows = torch.tensor([0, 1, 4096, length - 1])
+    for i in rows.tolist():
+        left = (back[0, 0, : i + 1] - back[0, 0, i]).exp()
+        want = (wide[1][0, 0, : i + 1] @ wide[0][0, 0, i] * left) @ wide[2][0, 0, : i + 1]
+        assert error(got[0, 0, i], want) <= 1e-5
+
+
+def test_the_gradients_of_the_recurrent_form_do_not_drift() -> None:
+    generator = torch.Generator().manual_seed(3)
+    length = 2048
+    q, k, v = (torch.rand(1, 1, length, 4, generator=generator) for _ in range(3))
+    narrow = [x.requires_grad_() for x in (q, k, v, torch.full((1, 1, length), -1 / 4096))]
+    wide = [x.detach().double().requires_grad_() for x in narrow]
+    got, _ = causal_product(*narrow[:3], log_decay=narrow[3], backend="recurrent")
+    total = wide[3].cumsum(-1)
+    left = (total[..., :, None] - total[..., None, :]).tril().exp().tril()
+    want = ((wide[0] @ wide[1].mT) * left) @ wide[2]
+    weights = torch.rand(want.shape, generator=generator, dtype=torch.float64)
+    grads = torch.autograd.grad((got * weights).sum(), narrow)
+    for grad, wanted in zip(grads, torch.autograd.grad((want * weights).sum(), wide), strict=True):
+        assert error(grad, wanted) <= 5e-6
 
 
 def test_without_time_scales_it_is_the_linear_layer_of_old_bit_by_bit() -> None:
