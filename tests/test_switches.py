@@ -14,7 +14,14 @@ import torch.nn.functional as F
 from forms import BACKENDS
 from torch import Tensor, nn
 
-from linear_rope import Config, LanguageModel, RotaryLinearAttention, SoftmaxAttention
+from linear_rope import (
+    Config,
+    LanguageModel,
+    Rotary,
+    RotaryLinearAttention,
+    SoftmaxAttention,
+    linear_attention,
+)
 from linear_rope.checks import check_all
 from linear_rope.decays import LearnedDecay
 from linear_rope.mixing import ShortConvolution, TokenShift
@@ -338,6 +345,35 @@ def test_far_away_and_with_strong_decays_the_layer_stays_with_the_judge() -> Non
         layer.pairing_by_hand = "interleaved"
         want = written_out(layer.double(), x.double())
     assert judge.error(got, want) <= 2e-5
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name in ("chunked", "native")])
+def test_gradients_with_strong_decays_far_away_stay_with_the_judge(backend: str) -> None:
+    """Eq. 19 in float32: of q, k, v and of what the gate says, a head forgetting within a token."""
+    length, gate = 700, LearnedDecay(6, 2, (0.1, 4096.0))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, length, 6, generator=generator)
+    q, k, v, weights = (torch.randn(1, 2, length, 4, generator=generator) for _ in range(4))
+    with torch.no_grad():
+        gate.weight.copy_(torch.randn(2, 6, generator=generator))
+        g = gate(x)
+    g[0, 1, 350] = -60.0  # and one that remembers all but this
+    assert g.amin() < -20 and g.amax() > -1e-4
+    far = torch.arange(10**6, 10**6 + length)
+    narrow = [y.requires_grad_() for y in (q, k, v, g)]
+    wide = [y.detach().double().requires_grad_() for y in narrow]
+    got = linear_attention(
+        *narrow[:3], log_decay=narrow[3], rotary=Rotary(4), positions=far, backend=backend
+    )
+    want = judge.attention(*wide[:3], log_decay=wide[3], positions=far)
+    assert judge.error(got, want) <= 1e-5
+    grads = torch.autograd.grad((got * weights).sum(), narrow)
+    want_grads = torch.autograd.grad((want * weights).sum(), wide)
+    for grad, want_grad, name in zip(grads, want_grads, ("q", "k", "v", "g"), strict=True):
+        for head in (0, 1):  # the errors of one must not hide behind the size of the other
+            scale = want_grad[:, head].abs().max()
+            assert scale > 0, name
+            assert judge.error(grad[:, head] / scale, want_grad[:, head] / scale) <= 2e-5, name
 
 
 # ---- Pieces, padding, documents ------------------------------------------------------------------
