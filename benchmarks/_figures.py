@@ -42,22 +42,22 @@ Points = dict[str, tuple[list[int], list[float]]]
 
 
 def attention_figures(rows: Sequence[Row]) -> dict[str, Figure]:
-    """The figures "time" and, where it was measured, "memory", of the rows' first setting."""
+    """The figures "time" and "memory", as far as they were measured, of the first setting."""
     if not rows:
         return {}
     first = rows[0]
     setting = (first.shape, first.dtype, first.layout)
     here = [row for row in rows if (row.shape, row.dtype, row.layout) == setting]
     subtitle = f"batch x heads x width x value width = {first.shape}, {first.dtype}"
-    figures = {
-        "time": _grid(
+    figures = {}
+    if any(row.counts for row in here):
+        figures["time"] = _grid(
             here,
             lambda row: None if row.seconds is None or not row.right else 1e3 * row.seconds,
             "Time of a call",
             "milliseconds",
             subtitle,
-        ),
-    }
+        )
     if any(row.extra_bytes is not None for row in here):
         figures["memory"] = _grid(
             here,

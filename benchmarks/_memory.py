@@ -1,10 +1,14 @@
 """Peak memory of one call, in a process of its own.
 
 A helper process imports torch and starts no thread. For every measurement it forks: the child makes
-the inputs, notes the peak of its resident memory (VmHWM in Linux's /proc), makes the call once, and
-reports by how much the peak rose and how long it took. So a measurement is of a first call in a
-fresh process, costs no import, and takes the benchmark with it neither if it needs more memory than
-there is nor if it takes too long: that becomes the reason why a contestant is left out.
+the inputs, hands memory that it holds but does not use back to the system, notes the peak of its
+resident memory (VmHWM in Linux's /proc), makes the call once, and reports by how much the peak rose
+and how long it took. So a measurement is of a first call in a fresh process, costs no import, and
+takes the benchmark with it neither if it needs more memory than there is nor if it takes too long:
+that becomes the reason why a contestant is left out.
+
+What is handed back matters: glibc keeps what was freed, up to 32 MB an allocation, and a call that
+takes such memory again does not raise the peak. Allocation itself is as in any other process.
 
     python -m benchmarks._memory     the helper: requests and replies are lines of JSON
 """
@@ -12,6 +16,8 @@ there is nor if it takes too long: that becomes the reason why a contestant is l
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import importlib
 import json
 import os
@@ -99,6 +105,17 @@ def _status(field: str) -> int:
     raise OSError(f"{STATUS} has no {field}")
 
 
+def _hand_back() -> None:
+    """Memory that was freed goes back to the system, so that taking it again counts.
+
+    A C library without malloc_trim (musl) keeps no large block that was freed.
+    """
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
+
+
 def _limit_memory() -> None:
     """More than there is becomes an error of the allocator instead of a killed machine."""
     import resource
@@ -122,6 +139,7 @@ def _child(request: dict[str, Any], write: int) -> None:
         _limit_memory()
         task(**request["warm"])()  # code, libraries and threads are there
         call = task(**request["arguments"])
+        _hand_back()
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
         idle, start = _status("VmHWM"), time.perf_counter()

@@ -72,6 +72,13 @@ class Row:
             return None
         return self.rate / self.matmul_rate
 
+    @property
+    def extra_share(self) -> float | None:
+        """Extra memory over the size of what is returned, of a right result."""
+        if self.extra_bytes is None or not self.right:
+            return None
+        return self.extra_bytes / self.result_bytes
+
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """All rows with all fields."""
@@ -103,7 +110,9 @@ def attention_report(
 ) -> str:
     """The Markdown report: the machine, ratios and targets, then a table a job and shape."""
     rates = [row.matmul_rate for row in rows if row.matmul_rate is not None]
-    text = ["# Attention: time, memory, error\n", facts_list(facts)]
+    timed = any(row.seconds is not None for row in rows)
+    header, legend = (_HEADER, _LEGEND) if timed else (_MEMORY_HEADER, _MEMORY_LEGEND)
+    text = [f"# Attention: {'time, ' if timed else ''}memory, error\n", facts_list(facts)]
     if rates:
         low, high = min(rates) / 1e9, max(rates) / 1e9
         text[-1] += (
@@ -111,7 +120,8 @@ def attention_report(
             "the same rounds\n"
         )
     text[-1] += "".join(f"- absent: {name} ({reason})\n" for name, reason in absent.items())
-    text.append("![time over length](attention-time.png)\n")
+    if any(row.counts for row in rows):
+        text.append("![time over length](attention-time.png)\n")
     if any(row.extra_bytes is not None for row in rows):
         text.append("![memory over length](attention-memory.png)\n")
     settings = list(dict.fromkeys((row.shape, row.dtype, row.layout) for row in rows))
@@ -123,13 +133,13 @@ def attention_report(
         text += [f"## {name}\n", "### Ratios and targets\n", targets_table(here)]
         for group, jobs in GROUPS.items():
             lines = [
-                _line(pair)
+                (_line if timed else _memory_line)(pair)
                 for time in lengths
                 for pair in _pairs(row for row in here if row.job in jobs and row.time == time)
             ]
             if lines:
-                text += [f"### {group[0].upper()}{group[1:]}\n", table(_HEADER, lines)]
-    text.append(_LEGEND)
+                text += [f"### {group[0].upper()}{group[1:]}\n", table(header, lines)]
+    text.append(legend)
     return "\n".join(text)
 
 
@@ -138,12 +148,23 @@ _HEADER = (
     *("forward+backward, ms", "error of gradients", "of matmul", "extra MB"),
 )
 
-_LEGEND = f"""\
-Times: median (lower to upper quartile). Errors: largest difference from float64 over the largest
-value, on sampled rows and all gradients that flow from them. Of matmul: useful flops
-(`_timing.chunkwise_flops`, chunks of {CHUNK}) a second over the machine's rate. Extra MB: peak of a
-process that makes the call once, over its inputs (and the given gradient of the output).
+_MEMORY_HEADER = (
+    *("contestant", "T", "forward, extra MB", "/ output", "error"),
+    *("forward+backward, extra MB", "/ (output + gradients)", "error of gradients"),
+)
+
+_ERRORS = """\
+Errors: largest difference from float64 over the largest value, on sampled rows and all gradients
+that flow from them.
 """
+
+_MEMORY_LEGEND = f"""\
+Extra MB: peak of a process that makes the call once, over its inputs (and the given gradient of the
+output). {_ERRORS}"""
+
+_LEGEND = f"""\
+Times: median (lower to upper quartile). Of matmul: useful flops (`_timing.chunkwise_flops`, chunks
+of {CHUNK}) a second over the machine's rate. {_MEMORY_LEGEND}"""
 
 
 def _pairs(rows: Iterable[Row]) -> list[dict[str, Row]]:
@@ -169,6 +190,24 @@ def _line(pair: Mapping[str, Row]) -> list[str]:
             f"{error:.0e}",
             f"{row.share:.2f}" if row.share is not None else "",
             f"{row.extra_bytes / 1e6:.0f}" if row.extra_bytes is not None else "",
+        ]
+    return cells
+
+
+def _memory_line(pair: Mapping[str, Row]) -> list[str]:
+    one = next(iter(pair.values()))
+    cells = [one.contestant, str(one.time)]
+    for mode in MODES.values():
+        row = pair[mode]
+        error = row.error if mode == MODES[False] else row.grad_error
+        if row.extra_bytes is None or error is None:
+            cells += [row.note, "", ""]
+            continue
+        share = row.extra_share
+        cells += [
+            f"{row.extra_bytes / 1e6:.1f}" + ("" if row.right else " WRONG"),
+            "" if share is None else f"{share:.2f}",
+            f"{error:.0e}",
         ]
     return cells
 

@@ -128,7 +128,10 @@ def targets_of(backend: str) -> list[Target]:
 
 
 def targets_table(rows: Sequence[Row]) -> str:
-    """Each number over T, its bound, and whether it is kept (at the shape the bounds are for)."""
+    """Each number over T, its bound, and whether it is kept (at the shape the bounds are for).
+
+    Where not every T of the table is judged, the verdict names those that are.
+    """
     from benchmarks._results import milliseconds, table
 
     times = sorted({row.time for row in rows})
@@ -171,11 +174,23 @@ def _target_line(
         return [target.what, *cells, "", ""]
     sign = "≥" if target.at_least else "≤"
     distinct = list(dict.fromkeys(f"{bound:g}" for bound in bounds.values()))
-    missed = [time for time in bounds if not kept[time]]
-    verdict = "met"
-    if missed:
-        verdict = "**missed**" + ("" if target.once else " at " + ", ".join(map(str, missed)))
-    return [target.what, *cells, f"{sign} {' / '.join(distinct)}", verdict]
+    verdicts = []
+    for word, truth in (("**missed**", False), ("met", True)):
+        which = [time for time in bounds if kept[time] is truth]
+        if which:
+            everywhere = target.once or len(which) == len(times)
+            verdicts.append(word + ("" if everywhere else f" at {_list_of(which, times)}"))
+    if verdicts[1:] and len(bounds) == len(times):
+        verdicts.pop()  # met at the others
+    return [target.what, *cells, f"{sign} {' / '.join(distinct)}", "; ".join(verdicts)]
+
+
+def _list_of(some: Sequence[int], times: Sequence[int]) -> str:
+    """Lengths among those of the table, three and more in a row by their ends."""
+    at = times.index(some[0])
+    if len(some) > 2 and list(some) == list(times[at : at + len(some)]):
+        return f"{some[0]} to {some[-1]}"
+    return ", ".join(map(str, some))
 
 
 # --- the numbers ----------------------------------------------------------------------------------
@@ -233,10 +248,10 @@ def _share(backend: str, mode: str) -> Value:
 
 def _memory(backend: str, job: str) -> Value:
     def value(rows: Sequence[Row], time: int) -> float | None:
-        row = _find(rows, backend, job, BOTH[1], time)
-        if row is None or row.extra_bytes is None:
-            return None
-        return row.extra_bytes / row.result_bytes
+        for row in rows:
+            if (row.backend, row.job, row.mode, row.time) == (backend, job, BOTH[1], time):
+                return row.extra_share
+        return None
 
     return value
 

@@ -2,13 +2,15 @@
 
     python -m benchmarks.attention --out results/benchmarks            (some 15 minutes)
     python -m benchmarks.attention --quick --out build/quick            (some 2 minutes)
+    python -m benchmarks.attention --only-memory --out build/memory     (no times: any machine)
 
 All contestants that are installed (`_contestants.py`) do the same jobs (`_judge.JOBS`) on the same
 inputs: standard normal, T tokens of (batch x heads x width x value width). At each length first
 each contestant is called once in a process of its own, for its peak memory (`_memory.py`) and to
 leave out what is too slow or too large; then its result is judged in float64 (`_judge.py`); then
 all are timed in interleaved rounds (`_timing.py`). "forward" is without a graph,
-"forward+backward" makes the gradients of q, k and v from a given gradient of the output.
+"forward+backward" makes the gradients of q, k and v from a given gradient of the output. With
+--only-memory nothing is timed, so that a machine that is not quiet will do.
 
 Written to --out: attention.md, attention.csv, attention-time and attention-memory as PNG and SVG.
 """
@@ -31,7 +33,7 @@ from benchmarks._machine import (
     prepare,
     progress,
 )
-from benchmarks._memory import Measured, Meter
+from benchmarks._memory import STATUS, Measured, Meter
 from benchmarks._problem import LAYOUTS, TOLERANCE, Case, Errors, Problem, small
 from benchmarks._results import MODES, Row, attention_report, write_csv
 from benchmarks._timing import Call, chunkwise_flops, interleave, matmul_call, quartiles
@@ -72,13 +74,24 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=20.0,
         help="seconds; what is slower is left out, and the forms that are not for speed at a tenth",
     )
-    add("--no-memory", action="store_true", help="no processes of their own, so no limits either")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument(
+        "--no-memory", action="store_true", help="no processes of their own, so no limits either"
+    )
+    memory.add_argument(
+        "--only-memory", action="store_true", help="peak memory and errors, and no times"
+    )
     add("--native-peer", type=Path, default=NATIVE_PEER, help="see benchmarks/README.md")
     add("--quick", action="store_true", help="fewer lengths and rounds: two minutes")
-    if parser.parse_known_args(argv)[0].quick:
+    known = parser.parse_known_args(argv)[0]
+    if known.only_memory:
+        parser.set_defaults(lengths=[512, 1024, 2048, 4096, 8192, 16384], more_lengths=[])
+    if known.quick:
         parser.set_defaults(lengths=[1024, 4096], more_lengths=[512, 2048])
         parser.set_defaults(rounds=5, budget=0.5, limit=5.0)
     options = parser.parse_args(argv)
+    if options.only_memory and not STATUS.exists():
+        parser.error(f"--only-memory reads {STATUS}, which is not there: it needs Linux")
     try:
         options.cases = [
             _case(shape, time, dtype, options)
@@ -180,17 +193,22 @@ def measure(
         except Exception as error:  # a contestant that fails does not end the comparison
             failures[entry] = f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
             progress(f"  failed: {name}, {job}, {MODES[backward]}: {failures[entry]}")
-    calls["matmul"], flops = matmul_call()
-    first: dict[Entry | str, float] = {entry: errors.seconds for entry, errors in judged.items()}
-    times = interleave(
-        calls, rounds=options.rounds, budget=options.budget, seed=options.seed, first=first
-    )
-    matmul_rate = flops / quartiles(times.pop("matmul"))[1]
+    times: dict[Entry | str, list[float]] = {}
+    matmul_rate = 0.0
+    if not options.only_memory:
+        calls["matmul"], flops = matmul_call()
+        first: dict[Entry | str, float] = {entry: e.seconds for entry, e in judged.items()}
+        times = interleave(
+            calls, rounds=options.rounds, budget=options.budget, seed=options.seed, first=first
+        )
+        matmul_rate = flops / quartiles(times.pop("matmul"))[1]
     rows = []
     for entry in entries:
         row = _row(case, found.present[entry[0]], entry, failures.get(entry, ""))
         if entry in judged:
-            row = _with_times(row, case, times[entry], judged[entry], matmul_rate)
+            row = _with_errors(row, judged[entry])
+        if entry in times:
+            row = _with_times(row, case, times[entry], matmul_rate)
         if entry in memory:
             row = dataclasses.replace(row, extra_bytes=memory[entry].extra)
         rows.append(row)
@@ -241,9 +259,18 @@ def _row(case: Case, who: Contestant, entry: Entry, note: str) -> Row:
     )
 
 
-def _with_times(
-    row: Row, case: Case, seconds: list[float], errors: Errors, matmul_rate: float
-) -> Row:
+def _with_errors(row: Row, errors: Errors) -> Row:
+    right = errors.within(row.dtype)
+    return dataclasses.replace(
+        row,
+        error=errors.out,
+        grad_error=errors.grad,
+        right=right,
+        note="" if right else "WRONG",
+    )
+
+
+def _with_times(row: Row, case: Case, seconds: list[float], matmul_rate: float) -> Row:
     low, median, high = quartiles(seconds)
     flops = chunkwise_flops(
         case.batch,
@@ -259,12 +286,8 @@ def _with_times(
         low=low,
         high=high,
         runs=len(seconds),
-        error=errors.out,
-        grad_error=errors.grad,
-        right=errors.within(case.dtype),
         rate=flops / median,
         matmul_rate=matmul_rate,
-        note="" if errors.within(case.dtype) else "WRONG",
     )
 
 

@@ -137,6 +137,17 @@ def allocate(megabytes):
         return torch.ones(megabytes * 1_000_000, dtype=torch.uint8)
     return call
 
+def allocate_again(tensors):
+    # Freed beforehand: one that takes glibc's threshold for a mapping of its own above 2 MB, and as
+    # many as the call will make, below one that keeps the end of the heap where it is.
+    torch.ones(8_000_000, dtype=torch.uint8)
+    freed = [torch.ones(2_000_000, dtype=torch.uint8) for _ in range(tensors)]
+    end = torch.ones(2_000_000, dtype=torch.uint8)
+    del freed
+    def call(end=end):
+        return [torch.ones(2_000_000, dtype=torch.uint8) for _ in range(tensors)]
+    return call
+
 def sleep(seconds):
     return lambda: time.sleep(seconds)
 
@@ -164,6 +175,8 @@ def test_memory_of_a_call_and_why_there_is_none(
             got = measure("allocate", megabytes=megabytes)
             assert got.failure is None and got.seconds is not None and got.extra is not None
             assert megabytes - 3 < got.extra / 1e6 < megabytes + 10
+        got = measure("allocate_again", tensors=10)
+        assert got.extra is not None and 19.5 < got.extra / 1e6 < 24, got
         too_large = measure("allocate", megabytes=10_000_000)
         assert too_large.failure == "needs more memory than there is"
         start = time.perf_counter()
@@ -238,6 +251,48 @@ def test_attention_of_other_dtypes_and_orders_in_memory(tmp_path: Path, layout: 
             assert not row.backend, row  # a peer may be, in bfloat16
         elif row.dtype == "float64" and row.seconds is not None:
             assert max(row.error or 0.0, row.grad_error or 0.0) < 1e-10, row
+
+
+@pytest.mark.usefixtures("no_figures")
+@LINUX
+def test_memory_alone_is_measured_and_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a call was timed")
+
+    monkeypatch.setattr(attention, "interleave", refuse)
+    rows = attention.main(
+        [
+            *("--only-memory", "--threads", "1", "--lengths", "100", "512", "--only", "chunked"),
+            *("--jobs", "product", "rotary", "--out", str(tmp_path)),
+        ]
+    )
+    assert len(rows) == 8
+    for row in rows:
+        assert row.right and row.seconds is None and row.error is not None, row
+        assert row.extra_bytes is not None and row.extra_share is not None, row
+        # What is returned is held at the end: as always, to a page or two.
+        assert row.extra_share > 0.97, row
+    assert list(attention.attention_figures(rows)) == ["memory"]
+    text = (tmp_path / "attention.md").read_text()
+    for word in ("(attention-memory.png)", "of a process that makes the call once"):
+        assert word in text
+    for word in ("attention-time", "GFLOP/s", "Times:", "best peer", " ms"):
+        assert word not in text
+    # The bounds are for lengths from 512 on, and the verdict says so.
+    for job in ("bare product", "rotation"):
+        (line,) = re.findall(rf"chunked: extra memory / .output . gradients., {job} (.*)", text)
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        assert cells[2:] in (["≤ 1.4", "met at 512"], ["≤ 1.4", "**missed** at 512"])
+        shares = {row.time: row.extra_share for row in rows if row.mode == MODES[True]}
+        assert shares.keys() == {100, 512} and all(re.fullmatch(r"\d\.\d\d", c) for c in cells[:2])
+    by_entry = {(row.job, row.mode, row.time): row for row in rows}
+    for (job, mode, length), row in by_entry.items():
+        if mode == MODES[True]:
+            shown = f"| {(row.extra_bytes or 0) / 1e6:.1f} | {row.extra_share or 0:.2f} |"
+            lines = [x for x in text.splitlines() if x.startswith("| linear_rope chunked")]
+            assert any(f"| {length} |" in x and shown in x for x in lines), (job, shown)
 
 
 def _sums(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -321,6 +376,7 @@ def test_judged_rows_reach_gradients_far_from_them() -> None:
         (["--shapes", "4x8x7"], "odd width"),
         (["--lengths", "0"], "T=0"),
         (["--dtypes", "int8"], "int8"),
+        (["--only-memory", "--no-memory"], "not allowed with"),
     ],
 )
 def test_bad_arguments_are_refused(
@@ -374,6 +430,27 @@ def test_ratios_are_to_the_best_peer_that_is_right() -> None:
     # The targets are for one shape and dtype.
     others = [_row(row.contestant, row.time, row.seconds or 0.0, dtype="bfloat16") for row in rows]
     assert _verdicts(others)["chunked / best peer, bare product, forward"][1:] == ["0.44", "", ""]
+
+
+def test_a_verdict_is_of_the_lengths_that_are_judged() -> None:
+    lengths = [128, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+    name = "chunked / best peer, bare product, forward"
+
+    def verdict(seconds: dict[int, float]) -> str:
+        rows = [_row("peer", time, 1.0) for time in lengths]
+        rows += [_row("linear_rope chunked", time, x) for time, x in seconds.items()]
+        return _verdicts(rows)[name][-1]
+
+    kept = dict.fromkeys(lengths, 0.3)
+    assert verdict(kept) == "met at 512 to 16384"
+    # 128 and 32768 have no bound, whatever they are.
+    assert verdict({**kept, 128: 9.0, 32768: 9.0}) == "met at 512 to 16384"
+    assert verdict({512: 0.3, 4096: 0.3}) == "met at 512, 4096"
+    most = {**kept, 512: 0.9, 16384: 0.9}
+    assert verdict(most) == "**missed** at 512, 16384; met at 1024 to 8192"
+    assert verdict(dict.fromkeys(lengths, 0.9)) == "**missed** at 512 to 16384"
+    rows = [_row("peer", 512, 1.0), _row("linear_rope chunked", 512, 0.9)]
+    assert _verdicts(rows)[name][-1] == "**missed**"
 
 
 def test_memory_rate_and_slope_have_targets() -> None:
