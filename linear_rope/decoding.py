@@ -6,8 +6,9 @@ The equation for a single token with a state behind it is short:
 
 and takes some thirty small operations, so that general checks and tables would cost several times
 as much as the step. `linear_attention` comes here when what it was given is plain; everything else
-takes the long way, and the two agree (that is tested). Where no gradient is asked for and the
-native kernels are ready, the whole step is one call of theirs.
+takes the long way, and the two agree (that is tested). With backend="auto", where no
+gradient is asked for and the native kernels are ready, the whole step is one call of theirs; else,
+and always with backend="recurrent", it is plain torch, to be differentiated as often as one likes.
 
 exp(g) is rounded here, by a constant g the same way at each step, so that sums of time-scale
 tau = -1/g come out off by up to 2^-25 tau in float32. `linear_rope.causal.recurrent` does
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from linear_rope.causal import native, native_steps
+from linear_rope.causal import native, native_steps, say_single_token
 from linear_rope.causal.division import divisor
 from linear_rope.elementwise import elu_plus_one
 from linear_rope.feature_base import FeatureMap
@@ -134,20 +135,27 @@ def decode_step(
     log_decay: Tensor | None,
     positions: Tensor | None,
     theta: Tensor | None = None,
+    *,
+    backend: str = "auto",
 ) -> tuple[Tensor, AttentionState]:
     """Output (batch, head, 1, value width) and the new state; see `is_plain_step`.
 
     theta: `frequencies_of(rotary, device)`, from a caller that keeps them.
+    backend: "auto", or "recurrent" for plain torch.
     """
     if rotary is not None and theta is None:
         theta = frequencies_of(rotary, q.device)
-    if are_mere_numbers(q, k, v, state.S, state.z, state.position, log_decay, positions):
+    numbers = (q, k, v, state.S, state.z, state.position, log_decay, positions)
+    if backend == "auto" and are_mere_numbers(*numbers):
         name = NATIVE_MAPS.get(type(phi))
         suits = (rotary is None or where == "after") and q.numel() and native.is_ready()
         if name and suits and _fits(q, k, v, state):
             eps = getattr(phi, "eps", 0.0)
             given = (state, denominator, log_decay, positions)
+            say_single_token("native", "cpu")
             return _native_step(q, k, v, name, eps, rotary, theta, *given)
+    if backend == "auto":
+        say_single_token("recurrent", q.device.type)
     at = state.position if positions is None else positions[:, 0]
     heads = (q.shape[1], k.shape[1])
     turns = None if rotary is None or theta is None else _turns(rotary, theta, at, q.dtype)

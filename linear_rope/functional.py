@@ -138,9 +138,8 @@ def linear_attention(
         if is_plain_step(q, k, v, phi, turn, rotate, state, log_decay, positions):
             assert isinstance(phi, FeatureMap) and not isinstance(positions, int)
             assert turn is None or isinstance(turn, Rotary)
-            out, stepped = decode_step(
-                q, k, v, phi, turn, state, rotate, denominator, log_decay, positions
-            )  # fmt: skip
+            choices = (rotate, denominator, log_decay, positions)
+            out, stepped = decode_step(q, k, v, phi, turn, state, *choices, backend=backend)
             if output_norm:
                 out = F.rms_norm(out, out.shape[-1:], eps=1e-6)
             return (out, stepped) if return_state else out

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from linear_rope.causal import native
+from linear_rope.causal import native, say_single_token
 from linear_rope.causal.native_calls import DENOMINATOR, PHI, Affine, BlockCall, StepCall, level
 from linear_rope.causal.native_steps import run_blocks
 from linear_rope.decays import FixedDecay, LearnedDecay
@@ -52,6 +52,7 @@ class NativeBlocks:
             return None
         if not self._fits(batch, states) or not are_mere_numbers(*tensors):
             return None
+        say_single_token("native", "cpu")
         return NativeRun(self._calls, (batch, 1, self._calls[0].dim), self._dtype, states)
 
     def _fits(self, batch: int, states: Sequence[Any]) -> bool:

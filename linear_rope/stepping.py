@@ -9,6 +9,7 @@ everything else takes `Block.forward`, and the two agree (that is tested).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,7 +40,9 @@ class Steps:
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:
         self.device, self.blocks = device, tuple(blocks)
-        self.native = make_blocks(self.blocks, is_watched) if device.type == "cpu" else None
+        layers: list[Any] = [block.attention for block in self.blocks]
+        may = device.type == "cpu" and all(layer.backend == "auto" for layer in layers)
+        self.native = make_blocks(self.blocks, is_watched) if may else None
         self._each: list[Step] | None = None
         self._same: list[tuple[dict[str, Any], str, Any]] = []
         self._hooks: list[Any] = []
@@ -211,6 +214,7 @@ def _make_step(block: Any, device: torch.device) -> Step:
         layer.denominator,
     )
     theta = None if rotary is None else frequencies_of(rotary, device)
+    form = partial(decode_step, backend=layer.backend)
 
     def step(x: Tensor, past: Any) -> tuple[Tensor, Any]:
         batch, normed = x.shape[0], norm(x)
@@ -220,7 +224,7 @@ def _make_step(block: Any, device: torch.device) -> Step:
         if norm_heads is not None:
             q, k = norm_heads(q, k)
         g = None if gate is None else gate(normed)
-        out, after = decode_step(q, k, v, phi, rotary, past, rotate, denominator, g, None, theta)
+        out, after = form(q, k, v, phi, rotary, past, rotate, denominator, g, None, theta)
         if output_norm:
             out = F.rms_norm(out, (value_width,), eps=1e-6)
         merged = out.view(batch, 1, heads * value_width)

@@ -388,9 +388,15 @@ def test_the_log_says_once_what_auto_is(caplog):
         for _ in range(2):
             causal_product(q, q, q, backend="auto")
         causal_product(q, q, q, backend="chunked")
+        module.say_single_token.cache_clear()
+        for backend in ("auto", "auto", "recurrent"):
+            causal_product(q[:, :, :1], q[:, :, :1], q[:, :, :1], backend=backend)
     name = "native" if "native" in BACKENDS else "chunked"
     said = [r.getMessage() for r in caplog.records if r.name == "linear_rope"]
-    assert said == [f'backend="auto" is {name} for tensors on cpu']
+    assert said == [
+        f'backend="auto" is {name} for tensors on cpu',
+        'backend="auto" is recurrent for single tokens on cpu',
+    ]
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,6 +1,7 @@
 """The quick step for a single token equals the long way, and is taken only where it may be."""
 
 import itertools
+import logging
 
 import judge
 import pytest
@@ -11,6 +12,7 @@ import linear_rope.causal.native as native
 import linear_rope.causal.native_steps as native_steps
 import linear_rope.functional as functional
 from linear_rope import FEATURE_MAPS, Rotary, linear_attention, make_feature_map
+from linear_rope.causal import say_single_token
 from linear_rope.functional import DENOMINATORS
 from linear_rope.scaling import Yarn
 
@@ -152,6 +154,45 @@ def test_what_follows_a_tensor_is_not_lost(native_taken):
     assert not native_taken
     step(v)
     assert len(native_taken) == native.is_ready()
+
+
+def test_a_name_is_taken_at_its_word(taken, native_taken, caplog):
+    """ "recurrent" is plain torch, whatever is ready; "auto" says once what it is."""
+    say_single_token.cache_clear()
+    (q, k, v), state = inputs(torch.float64), past(torch.float64, rotary=Rotary(D))
+    rest = {"rotary": Rotary(D), "return_state": True}
+    want = linear_attention(q, k, v, state=state, backend="reference", **rest)
+    with caplog.at_level(logging.INFO, logger="linear_rope"):
+        for _ in range(2):
+            got = linear_attention(q, k, v, state=state, backend="recurrent", **rest)
+            assert judge.error(got[0], want[0]) <= 1e-12
+        assert len(taken) == 2 and not native_taken and not caplog.records
+        for _ in range(2):
+            got = linear_attention(q, k, v, state=state, **rest)
+            assert judge.error(got[0], want[0]) <= 1e-12
+    assert len(taken) == 4 and len(native_taken) == 2 * native.is_ready()
+    name = "native" if native.is_ready() else "recurrent"
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f'backend="auto" is {name} for single tokens on cpu']
+
+
+@pytest.mark.parametrize("denominator", DENOMINATORS)
+@pytest.mark.parametrize("backend", ["auto", "recurrent"])
+def test_the_step_has_second_derivatives(backend, denominator, taken, native_taken):
+    state = past(torch.float64, rotary=Rotary(D))
+    g = -torch.rand(2, 3, 1, dtype=torch.float64)
+
+    def step(q, k, v, g, S, z):
+        before = state._replace(S=S, z=z)
+        options = {"denominator": denominator, "backend": backend, "rotary": Rotary(D)}
+        out, after = linear_attention(
+            q, k, v, log_decay=g, state=before, return_state=True, **options
+        )
+        return out, after.S
+
+    leaves = [x.requires_grad_() for x in (*inputs(torch.float64), g, state.S, state.z)]
+    assert torch.autograd.gradgradcheck(step, leaves, fast_mode=True, atol=1e-6)
+    assert taken and not native_taken
 
 
 def test_the_native_step_reads_what_is_not_dense(native_taken):

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import logging
 import pickle
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ import torch
 
 import linear_rope.model as model_module
 from linear_rope import Config, LanguageModel, native_blocks, stepping
-from linear_rope.causal import native
+from linear_rope.causal import native, say_single_token
 
 SIZES = {"vocab_size": 19, "dim": 16, "layers": 2, "heads": 4}
 PLAIN = {
@@ -27,6 +28,7 @@ PLAIN = {
     "biases": {"bias": True, "tie_embeddings": False, "qk_norm": True},
     "gates": {"decay": "learned", "output_gate": True},
     "fixed decay": {"decay": "fixed", "block": "llama"},
+    "plain torch": {"backend": "recurrent"},
 }
 OTHERS = {
     "softmax": {"attention": "softmax"},
@@ -43,7 +45,7 @@ OTHERS = {
 
 
 # Blocks of these are made of what the kernels of native_block.h know.
-NATIVE = set(PLAIN) - {"before", "other map"}
+NATIVE = set(PLAIN) - {"before", "other map", "plain torch"}
 
 
 @pytest.fixture
@@ -98,6 +100,17 @@ def test_it_equals_the_long_way(name, dtype, taken, native_taken):
     for got, wanted in zip(leaves(state), leaves(right), strict=True):
         assert got.dtype == wanted.dtype
         assert judge.error(got.double(), wanted.double()) <= tolerance
+
+
+def test_the_log_says_what_decodes(caplog):
+    say_single_token.cache_clear()
+    auto, named = (LanguageModel(Config(**SIZES, backend=b)).eval() for b in ("auto", "recurrent"))
+    name = "native" if native.is_ready() else "recurrent"
+    with caplog.at_level(logging.INFO, logger="linear_rope"):
+        for model, said in ((named, 0), (auto, 1)):
+            model.generate(torch.zeros(1, 2, dtype=torch.int64), 4)
+            lines = [r.getMessage() for r in caplog.records if "single" in r.getMessage()]
+            assert lines == [f'backend="auto" is {name} for single tokens on cpu'] * said
 
 
 def test_it_is_not_taken_where_someone_looks_or_drops(taken):

@@ -32,6 +32,7 @@ __all__ = [
     "causal_product",
     "check_chunk_size",
     "choose_backend",
+    "say_single_token",
     "work_dtype",
 ]
 
@@ -79,8 +80,9 @@ def causal_product(
             exactly, and nothing of it comes back through rounding.
         state: S_0, (batch, head, features, value width); None is zeros.
         backend: "reference" (quadratic, the judge), "chunked" (to train; differentiable once),
-            "recurrent" (to decode), "native" (the chunkwise form in C++, see `build_native`), "fla"
-            (flash-linear-attention's kernels, on a GPU), or "auto", see `choose_backend`.
+            "recurrent" (token after token, in plain torch), "native" (the chunkwise form in C++,
+            see `build_native`), "fla" (flash-linear-attention's kernels, on a GPU), or "auto", see
+            `choose_backend`.
         chunk_size: tokens a chunk of the chunkwise forms (default: by shape); the result does not
             depend on it but for rounding.
 
@@ -132,15 +134,19 @@ def backends() -> dict[str, str]:
 def choose_backend(backend: str, q: Tensor) -> str:
     """The backend meant by "auto": the fastest that is ready for queries like q.
 
-    A single token is recurrent. On a GPU "fla" if it is installed, on a CPU "native" if it is
-    compiled; else "chunked". Nothing is compiled unasked. The logger "linear_rope" says once what
-    was chosen (at level INFO).
+    A single token is recurrent; where `linear_attention` or a model decodes it with nothing to
+    differentiate, and the native kernels are ready, the same step is one call of theirs
+    (`linear_rope.decoding`). More tokens are "fla" on a GPU if it is installed, "native" on a CPU
+    if it is compiled, else "chunked". Nothing is compiled unasked. The logger "linear_rope" says
+    once what was chosen (at level INFO). A name is taken at its word.
 
     Raises:
         ValueError: an unknown name.
     """
     if backend == "auto":
         if q.shape[-2] == 1:
+            if not torch.compiler.is_compiling():
+                say_single_token("recurrent", q.device.type)
             return "recurrent"
         backend = _fastest(q.device.type, q.dtype)
         if not torch.compiler.is_compiling():
@@ -167,6 +173,12 @@ def _fla_ready() -> bool:
 @cache
 def _say(backend: str, device: str) -> None:
     logger.info('backend="auto" is %s for tensors on %s', backend, device)
+
+
+@cache
+def say_single_token(step: str, device: str) -> None:
+    """Log once what "auto" makes single tokens of, for the quick ways that ask no backend."""
+    logger.info('backend="auto" is %s for single tokens on %s', step, device)
 
 
 def _check(
