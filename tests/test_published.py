@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "results"
@@ -42,9 +44,9 @@ def claims(text: str) -> list[tuple[str, str]]:
     return [(match[1], match[2] or "") for match in CLAIM.finditer(text)]
 
 
-def section() -> str:
+def section(name: str = "results") -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    return text.split("<!-- results:begin -->")[1].split("<!-- results:end -->")[0]
+    return text.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0]
 
 
 def test_the_readme_claims_what_was_published() -> None:
@@ -59,6 +61,109 @@ def test_a_wrong_number_would_be_found() -> None:
     assert claims("2.389 ± 0.016, and 0.5") == [("2.389", "0.016")]
     assert ("2.388", "0.016") in known
     assert ("2.389", "0.016") not in known and ("2.388", "0.017") not in known
+
+
+# ---- The paragraph on speed ---------------------------------------------------------------------
+
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w])")
+
+
+class Fact(NamedTuple):
+    """A number, and what is said around it: lengths (powers of two) and forms of the product."""
+
+    number: str
+    lengths: frozenset[int]
+    forms: frozenset[str]
+
+
+def facts_of(text: str, around: str = "") -> list[Fact]:
+    context = f"{around} {text}"
+    numbers = [x.replace(",", "") for x in NUMBER.findall(context)]
+    lengths = frozenset(
+        n for x in numbers if x.isdigit() and (n := int(x)) >= 256 and not n & (n - 1)
+    )
+    forms = frozenset(x for x in ("native", "chunked") if x in context)
+    return [Fact(x.replace(",", ""), lengths, forms) for x in NUMBER.findall(text)]
+
+
+def in_prose(text: str) -> Iterator[Fact]:
+    """Each number in its sentence, or in its part of one."""
+    for paragraph in re.split(r"\n\s*\n|\n- ", text):
+        for sentence in re.split(r"[.;:]\s", " ".join(paragraph.split()) + " "):
+            yield from facts_of(sentence)
+
+
+def in_tables(text: str) -> Iterator[Fact]:
+    """Each number in its cell, with the column's title, the row's name and, if there, its T."""
+    header: list[str] = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if not line.startswith("|"):
+            header = []
+        elif not header:
+            header = cells
+        else:
+            at = cells[header.index("T")] if "T" in header else ""
+            for title, cell in zip(header[1:], cells[1:], strict=False):
+                yield from facts_of(cell, f"{title.replace('T=', '')} {cells[0]} {at}")
+
+
+def measured() -> list[Fact]:
+    """Of the reports of benchmarks, and of the entry on speed in the log of results."""
+    (entry,) = (
+        part
+        for part in (RESULTS / "README.md").read_text(encoding="utf-8").split("\n## ")
+        if "speed and memory" in part.splitlines()[0]
+    )
+    prose = "\n".join(x for x in entry.splitlines() if not x.startswith("|"))
+    prose = re.sub(r"```.*?```", "", prose, flags=re.DOTALL)
+    texts = [path.read_text(encoding="utf-8") for path in (RESULTS / "benchmarks").rglob("*.md")]
+    return [*in_prose(prose), *(fact for text in (entry, *texts) for fact in in_tables(text))]
+
+
+def is_measured(claim: Fact, known: list[Fact]) -> bool:
+    """Whether such a number was measured; a whole one may be rounded.
+
+    One with decimals must be of one of the lengths and of one of the forms that the claim's
+    sentence names; where it names neither, of a sentence that names no form.
+    """
+    if "." not in claim.number:
+        return any(
+            int(claim.number) in fact.lengths or f"{float(fact.number):.0f}" == claim.number
+            for fact in known
+        )
+    return any(
+        claim.number == fact.number
+        and (claim.lengths & fact.lengths or not claim.lengths)
+        and (claim.forms & fact.forms or not claim.forms)
+        and (claim.lengths or claim.forms or not fact.forms)
+        for fact in known
+    )
+
+
+def test_the_readme_claims_the_speed_that_was_measured() -> None:
+    known, made = measured(), list(in_prose(section("speed")))
+    assert len([claim for claim in made if "." in claim.number]) >= 5
+    missing = [claim for claim in made if not is_measured(claim, known)]
+    assert not missing, f"neither in results/benchmarks nor in the log's entry: {missing}"
+
+
+def test_a_wrong_speed_would_be_found() -> None:
+    known = list(
+        in_tables(
+            "| | T=512 | T=4096 |\n| --- | ---: | ---: |\n| native / best peer | 0.27 | 0.11 |\n"
+            "\n| contestant | T | ms |\n|---|---|---|\n| chunked | 512 | 0.31 (0.3 to 0.32) |"
+        )
+    ) + list(in_prose("`generate` is 5.9 times as fast, 4.96 GiB. It has 8 heads"))
+
+    def found(text: str) -> list[bool]:
+        return [is_measured(claim, known) for claim in in_prose(text)]
+
+    assert found("`native` takes 0.11 at T = 4096; at 512 it is 0.27 and 0.31") == [True] * 5
+    assert found("`native` takes 0.12 at T = 4096") == [False, True]
+    assert found("`native` takes 0.11 at T = 512") == [False, True]
+    assert found("`chunked` takes 0.11 at T = 4096") == [False, True]
+    assert found("5.9 times with 8 heads, 5 GiB; 5.8 times") == [True, True, True, False]
 
 
 def test_figures_are_there() -> None:
