@@ -16,6 +16,7 @@ help:
 	@echo "make venv       the environment alone, in $(VENV) (PYTHON=... picks another Python)"
 	@echo "make demo       compare linear attention without and with RoPE, into $(DEMO)"
 	@echo "make test       the whole test suite"
+	@echo "make test-triton   the GPU kernels on the CPU, by Triton's interpreter (installs Triton, 1 GB)"
 	@echo "make sanitize   the native kernels under sanitizers (GCC, some minutes)"
 	@echo "make lint       ruff: rules and format;  make format: apply them"
 	@echo "make types      mypy"
@@ -43,9 +44,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10
 
-# Triton kernels on the CPU, by its interpreter. Triton takes 1 GB, so it is in no extra.
+# Triton kernels on the CPU, by its interpreter, and flash-linear-attention's slow functions beside
+# what stands for them. Triton takes 1 GB, so it is in no extra.
 test-triton: $(INSTALLED)
-	$(BIN)/python -m pip install --no-deps triton
+	$(BIN)/python -m pip install --no-deps triton fla-core
 	$(BIN)/python -m pytest tests/test_gpu.py tests/test_fla.py
 
 # The native kernels under address and undefined-behavior sanitizers (GCC; some 10 minutes). The

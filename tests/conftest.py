@@ -42,9 +42,16 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_report_header() -> list[str]:
     """What no test of this run can reach, and why."""
     import browsers
-    from forms import REASONS
+    import forms
 
-    missing = [f"not tested: backend {name}: {why}" for name, why in REASONS.items() if why]
+    missing = [f"not tested: backend {name}: {why}" for name, why in forms.REASONS.items() if why]
+    if not forms.HAS_TRITON:
+        missing.append("not tested: the Triton kernels: no Triton (make test-triton)")
+    if not forms.HAS_FLA:
+        missing.append(
+            "not tested: flash-linear-attention beside its stand-in: no fla-core with Triton "
+            "(make test-triton)"
+        )
     if browsers.find() is None:
         missing.append(f"not tested: a study's page: {browsers.WANTED}")
     return missing

@@ -8,7 +8,6 @@ here too.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -16,16 +15,18 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import conftest
+import forms
 import judge
 import pytest
 import torch
+from forms import HAS_TRITON
 from torch import Tensor
 
 from benchmarks import _gpu_checks, _gpu_times, gpu
 from linear_rope import Rotary
 from linear_rope.causal import around
 
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(
     not HAS_TRITON, reason="Triton is not installed (make test-triton)"
 )
@@ -192,6 +193,18 @@ def test_a_second_derivative_is_refused():
         (d,) = torch.autograd.grad(y.square().sum(), x, create_graph=True, retain_graph=True)
         with pytest.raises(RuntimeError, match="differentiable once"):
             d.sum().backward()
+
+
+def test_the_header_names_what_is_skipped(monkeypatch):
+    for triton, fla in ((False, False), (True, False), (True, True)):
+        monkeypatch.setattr(forms, "HAS_TRITON", triton)
+        monkeypatch.setattr(forms, "HAS_FLA", fla)
+        lines = [x for x in conftest.pytest_report_header() if "make test-triton" in x]
+        assert all(line.startswith("not tested: ") for line in lines)
+        assert [any(word in x for x in lines) for word in ("Triton kernels", "stand-in")] == [
+            not triton,
+            not fla,
+        ]
 
 
 # ---- Triton's kernels against plain torch -------------------------------------------------------
