@@ -209,7 +209,7 @@ def test_gradcheck_with_states_in_and_out(form, length, heads, features, width):
 
 @pytest.mark.parametrize("form", BACKENDS)
 def test_views_and_expanded_cotangents_are_the_same_as_copies(form):
-    (q, k, v, g, state), (d_out, d_final) = random_inputs(70, 2, 3, 4, 6)
+    (q, *_, g, state), (d_out, d_final) = random_inputs(70, 2, 3, 4, 6)
     wide = torch.randn(2, 3, 70, 14, dtype=torch.float64)
     views = (
         q.transpose(1, 2).contiguous().transpose(1, 2),
@@ -235,10 +235,39 @@ def test_views_and_expanded_cotangents_are_the_same_as_copies(form):
         )
         assert max(map(judge.error, given, copies)) <= 1e-12
         assert max(map(judge.error, given, gradients(judge.product, views, cotangents))) <= 1e-12
-    # expanded inputs: one head's keys for all
-    one = (q, k[:, :1].expand_as(q), v[:1].expand_as(v), g[..., :1].expand_as(g), state)
-    got = causal_product(*one[:3], log_decay=one[3], state=one[4], backend=form)
-    assert max(map(judge.error, got, judge.product(*one))) <= 1e-12
+
+
+@pytest.mark.parametrize("form", BACKENDS)
+def test_expanded_inputs_have_the_gradients_of_what_they_are_made_of(form):
+    """One query for all tokens, one head's keys for all, one row's values, one decay."""
+    (q, k, v, g, state), cotangents = random_inputs(70, 2, 3, 4, 6)
+    narrow = (q[:, :, :1], k[:, :1], v[:1], g[..., :1], state[:1, :1])
+
+    def bare(*given):
+        q0, k0, v0, g0, S0 = (
+            x.expand_as(y) for x, y in zip(given, (q, k, v, g, state), strict=True)
+        )
+        return causal_product(q0, k0, v0, log_decay=g0, state=S0, backend=form, chunk_size=16)
+
+    def exactly(*given):
+        wide = [x.expand_as(y) for x, y in zip(given, (q, k, v, g, state), strict=True)]
+        return judge.product(*(x.clone(memory_format=torch.contiguous_format) for x in wide))
+
+    got, want = (gradients(run, narrow, cotangents) for run in (bare, exactly))
+    assert [x.shape for x in got[2:]] == [x.shape for x in narrow]
+    assert max(map(judge.error, got, want)) <= 1e-12
+
+    def whole(q0, k0, v0, g0):
+        wide = [x.expand_as(y) for x, y in zip((q0, k0, v0, g0), (q, k, v, g), strict=True)]
+        rotary = Rotary(4)
+        return (linear_attention(*wide[:3], log_decay=wide[3], rotary=rotary, backend=form),)
+
+    def whole_exactly(q0, k0, v0, g0):
+        wide = [x.expand_as(y).clone() for x, y in zip((q0, k0, v0, g0), (q, k, v, g), strict=True)]
+        return (judge.attention(*wide[:3], log_decay=wide[3]),)
+
+    got, want = (gradients(run, narrow[:4], cotangents[:1]) for run in (whole, whole_exactly))
+    assert max(map(judge.error, got, want)) <= 1e-11
 
 
 @pytest.mark.parametrize("form", BACKENDS)
@@ -357,6 +386,51 @@ def test_half_precision_with_all_gradients(form, dtype, tolerance, length):
     want = gradients(exactly, [x.double() for x in leaves], [cotangent])
     off = [judge.error(a, b) for a, b in zip(got, want, strict=True)]
     assert max(off) <= tolerance, off
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("decay", [False, True])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 8e-3), (torch.float16, 1e-3)])
+def test_documents_in_half_precision(form, dtype, tolerance, decay):
+    """By the product's `fresh` and by the layers' `segment_ids`, with all gradients."""
+    inputs, cotangents = random_inputs(70, width=5)
+    leaves = [x.to(dtype) for x in inputs[:3]] + [inputs[3].float()] * decay
+    ends = ((0, 33, 34, 69), (5, 64))  # where documents begin, of each row
+    fresh = torch.zeros(2, 70, dtype=torch.bool)
+    for row, tokens in zip(fresh, ends, strict=True):
+        row[list(tokens)] = True
+    ids = fresh.long().cumsum(1)
+
+    def bare(q, k, v, *g):
+        options = {"log_decay": g[0] if g else None, "backend": form}
+        return causal_product(q, k, v, fresh=fresh, state=inputs[4].float(), **options)
+
+    def bare_exactly(q, k, v, *g):
+        g = g[0] if g else torch.zeros(k.shape[:3], dtype=torch.float64)
+        return judge.product(q, k, v, g.masked_fill(fresh[:, None], -torch.inf), inputs[4])
+
+    def whole(q, k, v, *g):
+        options = {"log_decay": g[0] if g else None, "backend": form}
+        return (linear_attention(q, k, v, segment_ids=ids, rotary=Rotary(16), **options),)
+
+    def whole_exactly(q, k, v, *g):
+        rows = []
+        for row, number in enumerate(ids):
+            cuts = [(number == n).nonzero()[:, 0] for n in number.unique()]
+            parts = ([x[row : row + 1, :, cut] for x in (q, k, v, *g)] for cut in cuts)
+            done = [judge.attention(*x[:3], log_decay=x[3] if g else None) for x in parts]
+            rows.append(torch.cat(done, 2))
+        return (torch.cat(rows),)
+
+    exact = [x.double() for x in leaves]
+    rounded = [c.to(dtype) for c in cotangents]
+    for run, exactly, pulled in (
+        (bare, bare_exactly, rounded),
+        (whole, whole_exactly, rounded[:1]),
+    ):
+        got, want = gradients(run, leaves, pulled), gradients(exactly, exact, pulled)
+        off = [judge.error(a, b) for a, b in zip(got, want, strict=True)]
+        assert max(off) <= tolerance, off
 
 
 @pytest.mark.usefixtures("poisoned")

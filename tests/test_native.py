@@ -313,6 +313,35 @@ def test_all_results_are_written(library: Any, poisoned: None, length: int) -> N
         assert not any(y.isnan().any() for y in (*results, *grads))
 
 
+def test_nothing_is_read_of_the_workspace_that_was_not_written(library: Any) -> None:
+    """It is kept between calls: here a call of nothing but NaN leaves it behind, each time."""
+    for dtype in DTYPES:
+        for length, width, values in ((1, 2, 3), (31, 18, 1), (150, 6, 17)):
+            for plain in (False, True):
+                spoil(dtype)
+                x = make(length=length, width=width, values=values, dtype=dtype, keys=2)
+                if not plain:
+                    x = make(
+                        length=length,
+                        width=width,
+                        values=values,
+                        dtype=dtype,
+                        decay=True,
+                        state=True,
+                    )
+                check(x, Rotary(width), None if plain else documents(2, length))
+
+
+def spoil(dtype: torch.dtype) -> None:
+    """Both passes with everything there is, larger than what follows, of NaN alone."""
+    x = make(keys=2, length=200, width=70, values=70, dtype=dtype, decay=True, state=True)
+    x = {name: torch.full_like(y, torch.nan).requires_grad_() for name, y in x.items()}
+    cos, sin = Rotary(70).tables(torch.arange(200), torch.promote_types(dtype, torch.float32))
+    results = native(**x, cos=cos, sin=sin, phi="elu+1", denominator="unrotated")
+    grads = torch.autograd.grad(sum(y.double().sum() for y in results), list(x.values()))
+    assert all(y.isnan().any() for y in (*results, *grads))
+
+
 # ---- Compiling, finding, doing without -----------------------------------------------------------
 
 
