@@ -17,6 +17,7 @@ not, for whole sequences.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -27,7 +28,7 @@ from torch.autograd import forward_ad
 from linear_rope.causal import native, native_steps, say_single_token
 from linear_rope.causal.division import divisor
 from linear_rope.elementwise import elu_plus_one
-from linear_rope.feature_base import FeatureMap
+from linear_rope.feature_base import FeatureMap, log_floor
 from linear_rope.feature_maps import EluPlusOne, Relu
 from linear_rope.positions import can_read, has_values
 from linear_rope.rotary import Rotary, rotate
@@ -159,7 +160,7 @@ def decode_step(
     at = state.position if positions is None else positions[:, 0]
     heads = (q.shape[1], k.shape[1])
     turns = None if rotary is None or theta is None else _turns(rotary, theta, at, q.dtype)
-    sure = type(phi) in NATIVE_MAPS  # no feature of theirs is 0, so no denominator is
+    sure = _is_above_zero(phi)  # each feature is, so no denominator is 0
 
     def features(q: Tensor, k: Tensor) -> Tensor:  # (batch, all heads, 1, features)
         if type(phi) is EluPlusOne:
@@ -194,6 +195,13 @@ def decode_step(
 
 
 NATIVE_MAPS = {EluPlusOne: "elu+1", Relu: "relu"}
+
+
+def _is_above_zero(phi: FeatureMap) -> bool:
+    """Whether a product of two features cannot be 0, nor round to it: both are at least e^-30."""
+    return type(phi) is EluPlusOne or (
+        type(phi) is Relu and phi.eps >= math.exp(log_floor(torch.float32))
+    )
 
 
 def is_transformed() -> bool:

@@ -223,6 +223,34 @@ def test_rows_may_stand_at_different_positions(taken):
     assert len(taken) == 2
 
 
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("eps", [0.0, 1e-30])
+def test_a_token_without_a_feature_has_output_0(eps, ready, grad, taken, monkeypatch):
+    """relu without an eps to speak of: the denominator is 0, as it may be in one pass."""
+    if not ready:
+        monkeypatch.setattr(native, "is_ready", lambda: False)
+    phi = make_feature_map("relu", D, eps=eps)
+    q, k, v = -torch.ones(1, 1, 4, D), torch.ones(1, 1, 4, D), torch.ones(1, 1, 4, E)
+    q[:, :, 1] = k[:, :, 3] = 1 - 2 * torch.arange(D).remainder(2)  # of both signs
+    if eps:
+        k[:, :, :3] = -1  # features of eps alone, whose products round to 0
+    q.requires_grad_(grad)
+    options = {"feature_map": phi, "rotary": Rotary(D)}
+    want = linear_attention(q, k, v, backend="reference", **options)
+    outs, state = [], None
+    for t in range(4):
+        token = (x[:, :, t : t + 1] for x in (q, k, v))
+        out, state = linear_attention(*token, state=state, return_state=True, **options)
+        outs.append(out)
+    got = torch.cat(outs, dim=2)
+    assert len(taken) == 3 and not want[:, :, 2].any() and want[:, :, 1].any()
+    assert judge.error(got, want) <= 1e-5
+    if grad:
+        grads = [torch.autograd.grad(x.square().sum(), q)[0] for x in (got, want)]
+        assert judge.error(*grads) <= 1e-5
+
+
 def test_what_is_not_plain_takes_the_long_way(taken):
     state = past(torch.float32)
     q, k, v = inputs(torch.float32)
