@@ -57,9 +57,13 @@ class Steps:
         self._numbers = [x for _, _, x in self._same if isinstance(x, Tensor)]
         self._places = self._places_now()
 
-    def _places_now(self) -> list[tuple[int, torch.dtype]]:
-        """Where the parameters' numbers are: `parameter.data = ...` and `model.to()` move them."""
-        return [(x.data_ptr() if x.layout is torch.strided else -1, x.dtype) for x in self._numbers]
+    def _places_now(self) -> list[Any]:
+        """Where the parameters' numbers are and how they lie there: `parameter.data = ...` and
+        `model.to()` move them, and pruning by `parameter.data = parameter.data[:n]` does not."""
+        return [
+            (x.data_ptr(), x.dtype, x.shape, x.stride()) if x.layout is torch.strided else x.dtype
+            for x in self._numbers
+        ]
 
     @property
     def each(self) -> list[Step]:

@@ -192,6 +192,31 @@ def test_what_is_kept_is_made_anew_after_any_change(taken, native_taken):
     copy.deepcopy(model), pickle.dumps(model)  # what is kept is not part of the model
 
 
+@pytest.mark.parametrize("options", [{}, {"block": "llama"}])
+def test_numbers_that_stay_in_place_but_are_read_otherwise(options):
+    """Pruned, and transposed: `parameter.data` begins where it did."""
+    model = LanguageModel(Config(**SIZES, **options)).eval()
+    block = model.blocks[0]
+    ups = [x.weight for x in (block.up, block.mlp_gate) if x is not None]
+
+    def prune():
+        for up in ups:
+            up.data = up.data[:5]
+        block.down.weight.data = block.down.weight.data[:, :5]
+
+    def transpose():
+        block.attention.value.weight.data = block.attention.value.weight.data.t()
+
+    _, state = model.prefill(torch.tensor([[1, 2]]))
+    token = torch.tensor([3])
+    for change in (prune, transpose):
+        before, _ = model.decode(token, state)
+        change()
+        with torch.no_grad():
+            want = model(token[:, None], state=state)[:, -1]
+        assert judge.error(model.decode(token, state)[0], want) <= 2e-5 < judge.error(before, want)
+
+
 def test_what_is_kept_lives_as_long_as_the_model():
     def use():
         model = LanguageModel(Config(**SIZES)).eval()
