@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from linear_rope import FEATURE_MAPS, Config, Encoder, LanguageModel, ModelState
-from linear_rope.model import pick, sinusoidal
+from linear_rope.model import pick
+from linear_rope.stack import sinusoidal
 
 SIZES: dict[str, Any] = {"vocab_size": 13, "dim": 16, "layers": 2, "heads": 2}
 
