@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from tqdm import tqdm
 
 from linear_rope.model import LanguageModel
+from linear_rope.modes import evaluating
 
 from . import checkpoint
 from .batches import bits_per_byte
@@ -152,15 +153,13 @@ def split_bits_per_byte(
         report: told the share that is done, in (0, 1], after each batch.
         progress: show a bar of its own.
 
-    Changes neither the model nor any random state; the training mode is put back.
+    Changes neither the model nor any random state; the training mode of each part is put back.
     """
     windows = evaluation_batches(data, length, batch_size, limit, objective)
-    was_training = model.training
-    model.eval()
     nats, targets, done = 0.0, 0, 0
     total = min(len(data) - 1, limit or len(data))
     bar = tqdm(total=total, unit="byte", unit_scale=True, disable=not progress, desc="evaluating")
-    try:
+    with bar, evaluating(model):
         for x, y in windows:
             if stop():
                 return None
@@ -179,9 +178,6 @@ def split_bits_per_byte(
             bar.update(y.numel())
             now = bits_per_byte(nats / targets)
             bar.set_postfix_str(f"{now:.4f} bits/{objective.per}", refresh=False)
-    finally:
-        bar.close()
-        model.train(was_training)
     return bits_per_byte(nats / targets)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional as F
 
 from linear_rope.model import LanguageModel
+from linear_rope.modes import evaluating
 
 from .batches import bits_per_byte, evaluation_windows
 from .corpus import load_corpus
@@ -44,11 +45,9 @@ def losses_by_position(
         sums (length,) float64 of the nats, and how many targets each is over, (length,) int64. The
         last window may be shorter, so the counts may differ by one.
     """
-    was_training = model.training
-    model.eval()
     device = next(model.parameters()).device
     nats, counts = np.zeros(length), np.zeros(length, dtype=np.int64)
-    try:
+    with evaluating(model):
         for x, y in evaluation_windows(data, length, batch_size):
             state = None
             for start in range(0, x.shape[1], piece):
@@ -59,8 +58,6 @@ def losses_by_position(
                 )
                 nats[here] += losses.double().sum(0).cpu().numpy()
                 counts[here] += len(x)
-    finally:
-        model.train(was_training)
     return nats, counts
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from linear_rope.block import Block
 from linear_rope.config import Config
 from linear_rope.decoding import is_plain_state
 from linear_rope.losses import linear_cross_entropy
+from linear_rope.modes import evaluating
 from linear_rope.positions import can_read
 from linear_rope.sampling import check_sampling, pick
 from linear_rope.segments import unpack
@@ -146,7 +149,9 @@ class LanguageModel(Stack):
         return self._decode(tokens, state, steps)
 
     def _steps(self, device: torch.device) -> Steps | None:
-        """Quick steps through the blocks, if the model is plain."""
+        """Quick steps through the blocks, if the model is plain, and no part of it trains."""
+        if self.training or any(x is not None and x.training for x in self._modules.values()):
+            return None
         added = self.position_embedding is not None or self.config.position == "sinusoidal"
         return None if added else make_steps(self, self.blocks, device)
 
@@ -175,36 +180,42 @@ class LanguageModel(Stack):
         top_p: float | None = None,
         generator: torch.Generator | None = None,
     ) -> Iterator[Tensor]:
-        """Yields one token after another, (batch,), without end. Arguments as in `generate`."""
+        """Yields one token after another, (batch,), without end. Arguments as in `generate`.
+
+        Between two tokens the model is in the mode that the caller gave it.
+        """
         check_sampling(temperature, top_k, top_p)
         first = (prompt, key_mask, state)
         return self._stream(first, (temperature, top_k, top_p, generator), alone=False)
 
     def _stream(self, first: Any, options: Any, *, alone: bool) -> Iterator[Tensor]:
-        """`alone`: nobody can change the model between two tokens, unless hooks do."""
+        """`alone`: nobody can change the model between two tokens, unless hooks do, and it is in
+        evaluation mode."""
         prompt, key_mask, state = first
-        was_training = self.training
-        self.eval()
-        try:
+        with nullcontext() if alone else evaluating(self):
             logits, state = self.prefill(prompt, key_mask=key_mask, state=state)
-            alone = alone and not any(is_watched(module) for module in self.modules())
-            run: Run | None = None
-            sure = False  # that the model is as it was
-            while True:
-                token = pick(logits, *options)
-                yield token  # and the caller may do anything to the model meanwhile
-                if not sure:
-                    steps, sure = self._steps(prompt.device), alone
-                    if run is not None and run.steps is not steps:
-                        state, run = ModelState(run.states), None
-                    if run is None and steps is not None:
-                        run = Run(steps, len(token), state.layers)
+        alone = alone and not any(is_watched(module) for module in self.modules())
+        run: Run | None = None
+        steps: Steps | None = None
+        sure = False  # that the model is as it was
+        while True:
+            token = pick(logits, *options)
+            yield token  # and the caller may do anything to the model meanwhile
+            if not sure:
+                steps, sure = self._steps(prompt.device), alone
+            # A model with steps is in evaluation mode, and to look at all its parts takes longer
+            # than a token does.
+            with nullcontext() if sure or steps is not None else evaluating(self) as trained:
+                if trained:
+                    steps = self._steps(prompt.device)
+                if run is not None and run.steps is not steps:
+                    state, run = ModelState(run.states), None
+                if run is None and steps is not None:
+                    run = Run(steps, len(token), state.layers)
                 if run is None:
                     logits, state = self._decode(token, state, None)
                 else:
                     logits = self._next(token, run)
-        finally:
-            self.train(was_training)
 
     @torch.no_grad()
     def _next(self, token: Tensor, run: Run) -> Tensor:
@@ -239,11 +250,9 @@ class LanguageModel(Stack):
             raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
         check_sampling(temperature, top_k, top_p)
         options = (temperature, top_k, top_p, generator)
-        tokens = self._stream((prompt, key_mask, state), options, alone=True)
-        try:
-            new = [token for _, token in zip(range(max_new_tokens), tokens, strict=False)]
-        finally:
-            tokens.close()  # type: ignore[attr-defined]
+        with evaluating(self):
+            tokens = self._stream((prompt, key_mask, state), options, alone=True)
+            new = list(islice(tokens, max_new_tokens))
         return torch.cat([prompt, *(token[:, None] for token in new)], dim=1)
 
 

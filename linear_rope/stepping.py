@@ -154,7 +154,7 @@ def _is_plain(block: Any) -> bool:
     layer, weight = block.attention, block.attention.query.weight
     phi, rotary = layer.feature_map, layer.rotary
     return bool(
-        not (layer.mixed or block.training)
+        not (layer.mixed or any(part.training for part in block.modules()))
         and layer.backend in ("auto", "recurrent")
         and isinstance(phi, FeatureMap)
         and not phi.log_space

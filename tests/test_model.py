@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from linear_rope import FEATURE_MAPS, Config, Encoder, LanguageModel, ModelState
+from linear_rope import model as model_module
 from linear_rope.model import pick
 from linear_rope.stack import sinusoidal
 
@@ -366,6 +367,79 @@ def test_stream_yields_the_tokens_of_generate_one_by_one() -> None:
     stream.close()  # type: ignore[attr-defined]
     assert torch.equal(got, model.generate(prompt, 6, temperature=0)[:, 3:])
     assert model.training
+
+
+def modes(model: torch.nn.Module) -> list[bool]:
+    return [part.training for part in model.modules()]
+
+
+@pytest.mark.parametrize("kind", ["elu+1", "softmax", "learned"])
+def test_the_mode_is_the_callers_between_two_tokens(kind: str) -> None:
+    """A stream that waits, or is closed, or is beside another, changes no mode; none drops out."""
+    model, prompt = build(kind, dropout=0.5, max_length=64).train(), random_tokens(2, 3)
+    model.blocks[0].eval()  # frozen
+    model.blocks[1].dropout.eval()
+    before = modes(model)
+    model.generate(prompt, 3)
+    assert modes(model) == before and set(before) == {True, False}
+    one, other = (model.stream(prompt, temperature=0) for _ in range(2))
+    got = []
+    for step in range(6):
+        got += [next(one)] if step % 2 else [next(other)] if step < 4 else []
+        assert modes(model) == before
+        if step == 3:
+            other.close()  # type: ignore[attr-defined]
+    got += [next(one) for _ in range(3)]
+    want = model.eval().generate(prompt, 6, temperature=0)[:, 3:]
+    assert torch.equal(torch.stack(got[:4], 1), want[:, :2].repeat_interleave(2, 1))
+    assert torch.equal(torch.stack(got[4:], 1), want[:, 2:])
+    # And what the caller changes meanwhile stays changed.
+    model.train()
+    next(one)
+    model.eval()
+    next(one)
+    assert not any(modes(model))
+    model.blocks[1].train()
+    next(one)
+    assert model.blocks[1].dropout.training and not model.training
+
+
+def test_modules_hear_of_the_mode_and_errors_put_it_back() -> None:
+    class Merging(torch.nn.Linear):
+        """An adapter that adds itself to the weight for evaluation."""
+
+        merged = False
+
+        def train(self, mode: bool = True) -> Any:
+            self.merged = not mode
+            return super().train(mode)
+
+    model = build("elu+1").train()
+    model.blocks[0].up = up = Merging(*model.blocks[0].up.weight.shape[::-1])
+    seen = []
+    up.register_forward_hook(lambda module, *_: seen.append(up.merged))
+    list(zip(range(3), model.stream(random_tokens(1, 3)), strict=False))
+    model.generate(random_tokens(1, 3), 2)
+    assert seen == [True] * 5 and not up.merged and all(modes(model))
+    up.register_forward_hook(lambda *_: 1 / 0)
+    before = modes(model)
+    for call in (lambda p: model.generate(p, 2), lambda p: next(model.stream(p))):
+        with pytest.raises(ZeroDivisionError):
+            call(random_tokens(1, 3))
+        assert modes(model) == before
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_modes_are_looked_at_once_a_call_or_not_at_all(training: bool, count_calls) -> None:  # type: ignore[no-untyped-def]
+    """What looking costs is more than a token does, where a token is one native call."""
+    model = build("elu+1").train(training)
+    looks = count_calls(model_module, "evaluating")
+    model.generate(random_tokens(1, 3), 9)
+    assert len(looks) == 1
+    stream = model.stream(random_tokens(1, 3))
+    for _ in range(9):
+        next(stream)
+    assert len(looks) == (1 + 9 if training else 1 + 1)
 
 
 @pytest.mark.parametrize("kind", ["learned", "cosformer"])
