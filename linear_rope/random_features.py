@@ -61,9 +61,9 @@ class RandomFeatures(FeatureMap):
             features += features % 2
         super().__init__(head_dim, features)
         self.redraw_interval = redraw_interval
-        if seed is None:
-            seed = int(torch.randint(2**62, (), device="cpu"))
         here = torch.empty(0).device  # the meta device inside `with torch.device("meta")`
+        if seed is None:  # on the meta device nothing is kept of it, so that nothing is drawn
+            seed = 0 if here.type == "meta" else int(torch.randint(2**62, (), device="cpu"))
         self.register_buffer("projection", torch.empty(features, head_dim))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
         self.register_buffer("seed", torch.full((), seed, dtype=torch.int64))

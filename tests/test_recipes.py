@@ -150,3 +150,15 @@ def test_published_decay_arms_start_as_they_did() -> None:
 def test_listing_the_arms_takes_no_torch() -> None:
     code = "import sys, enwik8.methods; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["favor+", "favor+relu", "hedgehog"])
+def test_to_count_draws_nothing(name: str) -> None:
+    config = best(16, 2, 1, feature_map=name)
+    state = torch.get_rng_state()
+    assert count_parameters(config) > 0
+    assert torch.equal(torch.get_rng_state(), state)
+    with torch.device("meta"):
+        model = LanguageModel(config)
+    model.to_empty(device="cpu").initialize(3)
+    assert model(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
