@@ -280,7 +280,7 @@ class AttentionBase(nn.Module):
         key_mask: Tensor | None,
         query_mask: Tensor | None,
     ) -> None:
-        weight: Any = self.query.weight
+        weight = getattr(self.query, "weight", None)
         inputs = {"x": x} if context is None else {"x": x, "context": context}
         check_tensors(**inputs)
         for name, given in inputs.items():
@@ -289,7 +289,7 @@ class AttentionBase(nn.Module):
                     f"{name} must have shape (batch, time, {self.dim}), got {tuple(given.shape)}"
                 )
             if not isinstance(weight, Tensor):
-                continue  # that of a quantized projection, which says itself what it takes
+                continue  # a quantized or wrapped projection, which says itself what it takes
             if given.device != weight.device:
                 raise ValueError(
                     f"{name} is on {given.device} but the layer is on {weight.device}; "

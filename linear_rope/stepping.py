@@ -151,7 +151,7 @@ class Run:
 def _is_plain(block: Any) -> bool:
     if type(block) is not Block or type(block.attention) is not RotaryLinearAttention:
         return False
-    layer, weight = block.attention, block.attention.query.weight
+    layer, weight = block.attention, getattr(block.attention.query, "weight", None)
     phi, rotary = layer.feature_map, layer.rotary
     return bool(
         not (layer.mixed or any(part.training for part in block.modules()))
@@ -159,7 +159,7 @@ def _is_plain(block: Any) -> bool:
         and isinstance(phi, FeatureMap)
         and not phi.log_space
         and (rotary is None or (type(rotary) is Rotary and not rotary.by_length))
-        and isinstance(weight, Tensor)  # a quantized projection has a method there
+        and isinstance(weight, Tensor)  # a quantized projection has a method, a wrapped one nothing
         and weight.dtype in (torch.float32, torch.float64)
         and not (is_watched(block) or is_watched(layer))
     )
