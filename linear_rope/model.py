@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from linear_rope.arguments import check_tensors
+from linear_rope.arguments import check_key_mask, check_tensors
 from linear_rope.block import Block
 from linear_rope.config import Config
 from linear_rope.decoding import is_plain_state
-from linear_rope.losses import linear_cross_entropy
+from linear_rope.losses import linear_cross_entropy, next_tokens
 from linear_rope.modes import evaluating
 from linear_rope.positions import can_read
 from linear_rope.sampling import check_sampling, pick
@@ -47,53 +47,94 @@ class LanguageModel(Stack):
         self,
         tokens: Tensor,
         *,
+        targets: Tensor | None = None,
         key_mask: Tensor | None = None,
         positions: int | Tensor | None = None,
         segment_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         state: ModelState | None = None,
         return_state: bool = False,
+        last_only: bool = False,
     ) -> Any:
         """Logits of the next token at every position, and the new state if asked for.
 
         Args:
             tokens: (batch, time) integers below vocab_size; any time from 0 up.
+            targets: (batch, time) int64: return their `loss` in place of logits.
             key_mask: (batch, time) bool, True at real tokens (left or right padding).
             positions: see `linear_rope.positions.resolve_positions`; default: count on from the
                 state.
             segment_ids, cu_seqlens: several documents in a row, see `linear_attention`.
             state: as an earlier call returned it, to continue.
             return_state: return (logits, state).
+            last_only: form only the logits after each row's last real token, (batch, vocab_size).
         """
+        if last_only and targets is not None:
+            raise ValueError("last_only=True needs logits: leave out targets")
         x, after = self._run(
             tokens, key_mask, positions, segment_ids, cu_seqlens, state, return_state
         )
-        logits = self._logits(x)
-        return (logits, after) if return_state else logits
+        if targets is not None:
+            out = self._loss(x, targets)
+        else:
+            out = self._logits(_last(x, key_mask) if last_only else x)
+        return (out, after) if return_state else out
 
-    def loss(self, tokens: Tensor, targets: Tensor | None = None, **inputs: Any) -> Tensor:
+    def loss(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        key_mask: Tensor | None = None,
+        positions: int | Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        state: ModelState | None = None,
+        return_state: bool = False,
+    ) -> Any:  # Tensor, or (Tensor, ModelState) with return_state
         """Mean cross entropy in nats, with the logits of a piece of the sequence at a time.
+
+        Hooks of the model are called. A wrapper's are not (DistributedDataParallel adds gradients
+        up in its own): call the wrapper with `targets`, which is the same.
 
         Args:
             tokens: (batch, time).
             targets: (batch, time) int64, -100 where none counts; default: each token's successor
-                in `tokens`, whose last one is then only a target.
-            inputs: key_mask, positions, segment_ids, cu_seqlens, state, as in a call, for what is
-                read (with the default targets: all but the last token).
+                in `tokens`, whose last one is then only a target. Pads have none and are none, and
+                neither does the first token of a document follow the one before.
+            key_mask, segment_ids, cu_seqlens: as in a call. With the default targets they may
+                leave out the last token, which then is as the one before it: a pad or none, and of
+                its document.
+            positions, state: as in a call, for what is read (with the default targets: all but the
+                last token).
+            return_state: return (loss, state), the state after what is read. For truncated
+                backpropagation `detach()` it; with the default targets the next piece begins with
+                the token that was only a target.
         """
         if targets is None:
-            tokens, targets = tokens[:, :-1], tokens[:, 1:].long()
-        names = ("key_mask", "positions", "segment_ids", "cu_seqlens", "state")
-        if unknown := [name for name in inputs if name not in names]:
-            raise TypeError(f"loss() takes {', '.join(names)}, not {', '.join(unknown)}")
-        given = [inputs.get(name) for name in names]
-        x, _ = self._run(tokens, given[0], given[1], given[2], given[3], given[4], False)
+            self._check(tokens, None, None)
+            targets, key_mask, segment_ids = next_tokens(tokens, key_mask, segment_ids, cu_seqlens)
+            tokens, cu_seqlens = tokens[:, :-1], None
+        return self(
+            tokens,
+            targets=targets,
+            key_mask=key_mask,
+            positions=positions,
+            segment_ids=segment_ids,
+            cu_seqlens=cu_seqlens,
+            state=state,
+            return_state=return_state,
+        )
+
+    def _loss(self, x: Tensor, targets: Tensor) -> Tensor:
         head = self.embedding if self.head is None else self.head
-        weight: Any = head.weight
-        if not isinstance(weight, Tensor):  # a quantized head keeps its numbers to itself
+        if self.head is not None and (
+            type(head).forward is not nn.Linear.forward or is_watched(head)
+        ):
+            # A head that is more than its weight (quantized, adapted) forms its logits itself.
             return F.cross_entropy(self._logits(x).flatten(0, -2), targets.flatten())
         bias = None if self.head is None else self.head.bias
-        return linear_cross_entropy(x, weight, targets, bias=bias)
+        return linear_cross_entropy(x, head.weight, targets, bias=bias)
 
     @torch.no_grad()
     def prefill(
@@ -106,6 +147,8 @@ class LanguageModel(Stack):
     ) -> tuple[Tensor, ModelState]:
         """Read prompts; returns the logits after each row's last real token and the state.
 
+        There is no gradient (a call of the model itself has one), and no logits but those.
+
         Args:
             prompt: (batch, time), at least one real token a row.
             key_mask: (batch, time) bool, True at real tokens: prompts of different lengths, padded
@@ -117,28 +160,20 @@ class LanguageModel(Stack):
         Returns:
             logits (batch or prompts, vocab_size), and the `ModelState` for `decode`.
         """
-        check_tensors(prompt=prompt)
-        if prompt.ndim != 2 or prompt.shape[1] < 1:
-            raise ValueError(
-                f"prompt must have shape (batch, time) with at least one token, got "
-                f"{tuple(prompt.shape)}"
-            )
         if cu_seqlens is not None:
+            _check_prompt(prompt)
             prompt, key_mask = unpack(prompt, cu_seqlens, key_mask)
-        if key_mask is not None and can_read(key_mask) and not bool(key_mask.any(-1).all()):
-            raise ValueError(
-                "key_mask must leave at least one real token in each row of the prompt"
-            )
-        logits, state = self(prompt, key_mask=key_mask, state=state, return_state=True)
-        if key_mask is None:
-            return logits[:, -1], state
-        order = torch.arange(prompt.shape[1], device=prompt.device)
-        last = torch.where(key_mask, order, -1).amax(-1)
-        return logits[torch.arange(prompt.shape[0], device=prompt.device), last], state
+        _check_prompt(prompt, key_mask)
+        return self(  # type: ignore[no-any-return]
+            prompt, key_mask=key_mask, state=state, last_only=True, return_state=True
+        )
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, state: ModelState) -> tuple[Tensor, ModelState]:
-        """One more token a row, (batch,): its successor's logits (batch, vocab_size), new state."""
+        """One more token a row, (batch,): its successor's logits (batch, vocab_size), new state.
+
+        There is no gradient; a call of the model with that one token has one.
+        """
         check_tensors(tokens=tokens)
         steps = self._steps(tokens.device)
         if steps is not None:
@@ -185,8 +220,16 @@ class LanguageModel(Stack):
         Between two tokens the model is in the mode that the caller gave it.
         """
         check_sampling(temperature, top_k, top_p)
+        self._check_first(prompt, key_mask, state)
         first = (prompt, key_mask, state)
         return self._stream(first, (temperature, top_k, top_p, generator), alone=False)
+
+    def _check_first(
+        self, prompt: Tensor, key_mask: Tensor | None, state: ModelState | None
+    ) -> None:
+        """What `prefill` would refuse, before the first token is asked for."""
+        _check_prompt(prompt, key_mask)
+        self._check(prompt, key_mask, state)
 
     def _stream(self, first: Any, options: Any, *, alone: bool) -> Iterator[Tensor]:
         """`alone`: nobody can change the model between two tokens, unless hooks do, and it is in
@@ -249,6 +292,7 @@ class LanguageModel(Stack):
         if max_new_tokens < 0:
             raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
         check_sampling(temperature, top_k, top_p)
+        self._check_first(prompt, key_mask, state)
         options = (temperature, top_k, top_p, generator)
         with evaluating(self):
             tokens = self._stream((prompt, key_mask, state), options, alone=True)
@@ -274,3 +318,24 @@ class Encoder(Stack):
     ) -> Tensor:
         """Every token sees every real one of its document; arguments as in `LanguageModel`."""
         return self._run(tokens, key_mask, positions, segment_ids, cu_seqlens, None, False)[0]
+
+
+def _check_prompt(prompt: Any, key_mask: Tensor | None = None) -> None:
+    check_tensors(prompt=prompt)
+    if prompt.ndim != 2 or prompt.shape[1] < 1:
+        raise ValueError(
+            f"prompt must have shape (batch, time) with at least one token, got "
+            f"{tuple(prompt.shape)}"
+        )
+    check_key_mask(key_mask, (prompt.shape[0], prompt.shape[1]), prompt.device)
+    if key_mask is not None and can_read(key_mask) and not bool(key_mask.any(-1).all()):
+        raise ValueError("key_mask must leave at least one real token in each row of the prompt")
+
+
+def _last(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """x at each row's last real token: (batch, time, dim) -> (batch, dim)."""
+    if key_mask is None:
+        return x[:, -1]
+    order = torch.arange(x.shape[1], device=x.device)
+    last = torch.where(key_mask, order, -1).amax(-1)
+    return x[torch.arange(x.shape[0], device=x.device), last]

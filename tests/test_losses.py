@@ -114,5 +114,169 @@ def test_a_model_has_the_loss_of_its_logits(tied):
     want = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
     got = model.loss(tokens, targets, segment_ids=documents)
     torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
-    with pytest.raises(TypeError, match="not mask"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'mask'"):
         model.loss(tokens, mask=None)
+
+
+MODELS = {
+    "decay": {"decay": "learned", "short_conv": 3, "token_shift": True},
+    "exponential": {"feature_map": "exp", "local_heads": 1, "window": 3},
+    "softmax": {"attention": "softmax"},
+}
+LENGTHS = (9, 4, 2, 1)  # the last one predicts nothing
+
+
+def small(**options):
+    return LanguageModel(Config(vocab_size=20, dim=8, layers=2, heads=2, **options)).double()
+
+
+def documents():
+    generator = torch.Generator().manual_seed(4)
+    return [torch.randint(20, (length,), generator=generator) for length in LENGTHS]
+
+
+def with_gradients(model, loss):
+    return torch.cat([loss[None], *(x.flatten() for x in grads_of(model, loss))])
+
+
+def grads_of(model, loss):
+    parameters = list(model.parameters())
+    grads = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, grads, strict=True)]
+
+
+def one_by_one(model):
+    """The mean over all targets of documents that are each run alone."""
+    losses = [model.loss(x[None]) * (len(x) - 1) for x in documents() if len(x) > 1]
+    return with_gradients(model, sum(losses) / sum(n - 1 for n in LENGTHS))
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("side", ["left", "right", "within"])
+@pytest.mark.parametrize("name", MODELS)
+def test_pads_are_no_targets_and_have_none(name, side, last):
+    model, width = small(**MODELS[name]), 9 if side != "within" else 13
+    rows = torch.randint(20, (len(LENGTHS), width))
+    mask = torch.zeros_like(rows, dtype=torch.bool)
+    for row, real, tokens in zip(rows, mask, documents(), strict=True):
+        places = {
+            "left": range(width - len(tokens), width),
+            "right": range(len(tokens)),
+            "within": sorted(torch.randperm(width - 2)[: len(tokens)].tolist()),
+        }[side]
+        row[list(places)], real[list(places)] = tokens, True
+    got = with_gradients(model, model.loss(rows, key_mask=mask if last else mask[:, :-1]))
+    torch.testing.assert_close(got, one_by_one(model), atol=1e-10, rtol=1e-8)
+
+
+@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize("layout", ["segment_ids", "row of ids", "cu_seqlens"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_document_does_not_predict_the_next(name, layout, last):
+    model, tokens = small(**MODELS[name]), documents()
+    if not last:  # without its last token the row must not end in a document of one
+        tokens = tokens[::-1]
+    lengths = torch.tensor([len(x) for x in tokens])
+    if layout == "cu_seqlens":
+        limits = torch.tensor([0, *lengths.cumsum(0)])
+        packing = {"cu_seqlens": limits if last else limits.clamp(max=int(limits[-1]) - 1)}
+    else:
+        ids = torch.repeat_interleave(torch.arange(len(tokens)), lengths)
+        ids = ids if last else ids[:-1]
+        packing = {"segment_ids": ids if layout == "row of ids" else ids[None]}
+    got = with_gradients(model, model.loss(torch.cat(tokens)[None], **packing))
+    torch.testing.assert_close(got, one_by_one(model), atol=1e-10, rtol=1e-8)
+
+
+def test_a_loss_in_pieces_is_that_of_the_whole():
+    """Targets of one's own or by default; the state carries gradients until it is detached."""
+    model = small(decay="learned", short_conv=3)
+    tokens = torch.randint(20, (2, 13))
+    want = with_gradients(model, model.loss(tokens))
+    first, state = model.loss(tokens[:, :6], return_state=True)  # reads five
+    assert state.position.tolist() == [5, 5]
+    rest, state = model.loss(tokens[:, 5:12], tokens[:, 6:13], state=state, return_state=True)
+    assert state.position.tolist() == [12, 12]
+    got = with_gradients(model, (5 * first + 7 * rest) / 12)
+    torch.testing.assert_close(got, want, atol=1e-10, rtol=1e-8)
+    _, state = model.loss(tokens[:, :6], return_state=True)
+    cut = with_gradients(model, model.loss(tokens[:, 5:], state=state.detach()))
+    whole = with_gradients(model, model.loss(tokens[:, 5:], state=state))
+    assert torch.equal(cut[0], whole[0]) and not torch.allclose(cut, whole)
+
+
+def test_what_does_not_fit_the_tokens_is_refused():
+    model, tokens = small(), torch.randint(20, (2, 6))
+    with pytest.raises(ValueError, match=r"key_mask must be bool of shape .*\(2, 6\)"):
+        model.loss(tokens, key_mask=torch.ones(2, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"segment_ids must have shape"):
+        model.loss(tokens, segment_ids=torch.zeros(7, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"end at time = 6, got 0 and 4"):
+        model.loss(tokens[:1], cu_seqlens=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match=r"last_only=True needs logits"):
+        model(tokens, targets=tokens, last_only=True)
+
+
+def test_hooks_and_wrappers_take_part_in_a_loss():
+    class Wrapper(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def forward(self, *args, **options):
+            return self.module(*args, **options)
+
+    model, tokens, seen = small(), torch.randint(20, (2, 6)), []
+    model.register_forward_pre_hook(lambda *_: seen.append("before"))
+    model.register_forward_hook(lambda *_: seen.append("after"))
+    want = model.loss(tokens)
+    assert seen == ["before", "after"]
+    wrapped = Wrapper(model)(tokens[:, :-1], targets=tokens[:, 1:])
+    assert torch.equal(wrapped, want) and len(seen) == 4
+
+
+class Adapted(torch.nn.Module):
+    """A projection with something beside it, and no weight of its own."""
+
+    def __init__(self, base, share):
+        super().__init__()
+        self.base, self.beside = base, torch.nn.Linear(base.in_features, base.out_features)
+        if share:
+            self.weight = base.weight
+
+    def forward(self, x):
+        return self.base(x) + self.beside(x)
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("name", ["query", "key", "value", "out", "head"])
+def test_a_projection_may_be_wrapped(name, share):
+    model = small(tie_embeddings=False).eval()
+    owner = model if name == "head" else model.blocks[0].attention
+    plain = getattr(owner, name)
+    setattr(owner, name, Adapted(plain, share).double())
+    merged = torch.nn.Linear(plain.in_features, plain.out_features).double()
+    beside = getattr(owner, name).beside
+    merged.weight.data, merged.bias.data = plain.weight + beside.weight, beside.bias.data
+    tokens = torch.randint(20, (2, 6))
+    got = [model(tokens), model.loss(tokens), model.generate(tokens, 4, temperature=0)]
+    setattr(owner, name, merged)
+    want = [model(tokens), model.loss(tokens), model.generate(tokens, 4, temperature=0)]
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+
+
+def test_transforms_differentiate_it():
+    hidden, weight, bias, targets = inputs()
+
+    def loss(weight, size=4):
+        return linear_cross_entropy(hidden, weight, targets, bias=bias, chunk_size=size)
+
+    want = torch.autograd.grad(loss(weight), weight)[0]
+    got = torch.func.grad(loss)(weight.detach())
+    torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
+    twice = torch.func.vmap(torch.func.grad(loss))(torch.stack([weight, 2 * weight]).detach())
+    torch.testing.assert_close(twice[0], want, atol=1e-12, rtol=0)
+    tangent = torch.ones_like(weight)
+    along = torch.func.jvp(loss, (weight.detach(),), (tangent,))[1]
+    torch.testing.assert_close(along, want.sum(), atol=1e-12, rtol=0)
