@@ -72,11 +72,12 @@ def both_features(
             step = finite[..., :-1] - finite[..., 1:]
             step = step.masked_fill(running[..., :-1] == -torch.inf, 0.0)
             # Rounding may lift it above 0 by a hair; a clamp there would cut the decay's gradient.
+            step = step.to(log_q.dtype)  # a state's maximum may be wider, and is subtracted as such
             log_decay = step if log_decay is None else log_decay + step
             finite = finite[..., 1:]
         query_peak = log_q.detach().amax(-1, keepdim=True)
         phi_q = (log_q - query_peak).clamp(min=floor).exp()
-        below = log_k - finite.unsqueeze(-1)
+        below = (log_k - finite.unsqueeze(-1)).to(log_k.dtype)
         if hidden is not None:
             below = below.masked_fill(hidden.unsqueeze(-1), floor)  # a pad may lie above
         phi_k = below.clamp(min=floor).exp()
@@ -84,7 +85,7 @@ def both_features(
             groups = q.shape[1] // k.shape[1]
             top_log = math.log(torch.finfo(log_q.dtype).max) - 1.0  # inf * 0 would be NaN
             scale = query_peak + finite.unsqueeze(-1).repeat_interleave(groups, 1)
-            scale = scale.clamp(max=top_log).exp()
+            scale = scale.clamp(max=top_log).exp().to(log_q.dtype)
     if hidden is not None:
         phi_k = phi_k.masked_fill(hidden.unsqueeze(-1), 0.0)
     return phi_q, phi_k, scale, log_decay, top

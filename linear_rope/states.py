@@ -36,7 +36,8 @@ class AttentionState(NamedTuple):
 
     S: Tensor  # (batch, key head, features, value width): sum of k_n v_n^T, keys as above the line
     z: Tensor  # (batch, key head, features): sum of the keys as below it, in the denominator
-    stabilizer: Tensor  # (batch, key head): running maximum of exponential keys' logarithms
+    stabilizer: Tensor  # (batch, key head): running maximum of exponential keys' logarithms, which
+    # `to` leaves in its dtype: of 60, bfloat16 knows but a quarter, a factor of e^(1/8) to the sums
     position: Tensor  # (batch,) int64: the position of each row's next token
     made_by: Tensor = UNMARKED  # (batch,) int64: its layer's `signature`; 0 (0-d): from a function
 
@@ -47,7 +48,8 @@ class AttentionState(NamedTuple):
         return AttentionState(*(x.clone() for x in self))
 
     def to(self, *args: Any, **kwargs: Any) -> AttentionState:
-        return AttentionState(*_to(self, *args, **kwargs))
+        """A dtype is for the sums: the stabilizer, a logarithm, keeps its own."""
+        return AttentionState(*_to(self, *args, kept=self.stabilizer, **kwargs))
 
     def index_select(self, rows: Tensor) -> AttentionState:
         return AttentionState(*(x.index_select(0, rows) if x.ndim else x for x in self))
@@ -133,11 +135,15 @@ class ModelState(NamedTuple):
         return ModelState(tuple(layer.index_select(rows) for layer in self.layers))
 
 
-def _to(tensors: Iterable[Tensor], *args: Any, **kwargs: Any) -> Iterable[Tensor]:
-    """Tensor.to for every tensor, a dtype only for the floating ones (as `nn.Module.to` does)."""
+def _to(
+    tensors: Iterable[Tensor], *args: Any, kept: Tensor | None = None, **kwargs: Any
+) -> Iterable[Tensor]:
+    """Tensor.to for every tensor, a dtype only for the floating ones (as `nn.Module.to` does), and
+    not for the one whose precision is to be kept."""
     device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
     for x in tensors:
-        yield x.to(device, dtype if x.is_floating_point() else None, non_blocking)
+        changes = x.is_floating_point() and x is not kept
+        yield x.to(device, dtype if changes else None, non_blocking)
 
 
 torch.serialization.add_safe_globals([AttentionState, KeyValueCache, MixedState, ModelState])
