@@ -104,12 +104,15 @@ def linear_attention(
             else counted from 0.
         segment_ids: (batch, time) integers, several documents in a row: positions begin again and
             nothing is seen across a boundary. With a state, the first document goes on from it,
-            and the state returned is that of the last one. Self-attention only.
+            and the state returned is that of the last one. Ids at pads may be anything.
+            Self-attention only.
         cu_seqlens: the same for a flat row (batch 1): the documents' limits, see
             `linear_rope.segments.resolve_segments`.
         output_norm: divide each head's output by its root mean square (no weights: an output
             projection that follows would absorb them).
-        state: what an earlier call returned, to continue that sequence; causal only.
+        state: what an earlier call returned, to continue that sequence; causal only. It must be of
+            the same feature map, rotation and denominator: states of layers are marked and refused
+            otherwise, those of this function are not (sizes alone are checked).
         return_state: also return the state after the last token.
         backend, chunk_size: see `linear_rope.causal.causal_product`.
 
