@@ -20,8 +20,9 @@ from benchmarks._steps import without_kernels
 from benchmarks._timing import interleave, quartiles
 from linear_rope import Config, LanguageModel
 from linear_rope.causal import native
+from linear_rope.projection import Projection
 
-__all__ = ["decode_report", "generation_report", "self_times"]
+__all__ = ["decode_report", "generation_report", "products", "self_times"]
 
 PROMPT = 128
 TOP = 8
@@ -36,7 +37,7 @@ def self_times(events: Any) -> dict[str, float]:
 def products(model: LanguageModel, tokens: int) -> None:
     """The matrix products of that many tokens, one by one, and nothing else: the least that
     generation costs, whoever multiplies. (A native call shows a profiler no operators inside.)"""
-    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear | Projection)]
     work: list[tuple[Tensor, Tensor | None]] = [(m.weight, m.bias) for m in layers]
     if model.head is None:
         work.append((model.embedding.weight, None))

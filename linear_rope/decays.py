@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linear_rope.feature_base import full_precision
+from linear_rope.projection import Projection
 from linear_rope.rotary_variants import parse
 from linear_rope.scaling import build
 
@@ -126,11 +127,11 @@ class FixedDecay(nn.Module):
         return f"heads={self.heads}, exponents={self.exponents}"
 
 
-class LearnedDecay(nn.Linear):
+class LearnedDecay(Projection):
     """g = logsigmoid(W x + b), a scalar a head and token (gated as in arXiv 2312.06635, where it is
     a vector).
 
-    A linear layer whose bias starts at given time-scales; its parameters are `weight` and `bias`.
+    A `Projection` whose bias starts at given time-scales; its parameters are `weight` and `bias`.
     With time_scales = (tau_0, tau_1), head h starts at sigmoid(b_h) = exp(-1/tau_h), the tau_h in
     equal ratios from tau_0 to tau_1. With None every head starts at b = 3, which is 20.6 tokens.
 
@@ -155,6 +156,8 @@ class LearnedDecay(nn.Linear):
         ValueError: sizes below 1, time-scales that are not positive, a bias that is not finite.
     """
 
+    bias: nn.Parameter
+
     def __init__(
         self,
         dim: int,
@@ -167,7 +170,7 @@ class LearnedDecay(nn.Linear):
             raise ValueError(f"dim={dim} and heads={heads} must both be at least 1")
         if not math.isfinite(bias):
             raise ValueError(f"bias={bias} of a decay must be finite")
-        # Before the linear layer is made, for it resets its parameters itself.
+        # Before the projection is made, for it resets its parameters itself.
         self.biases = [float(bias)] * heads
         # As floats, so that equal ones print alike: the marks of states are made of that.
         self.time_scales = None if time_scales is None else tuple(map(float, time_scales))

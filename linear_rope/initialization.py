@@ -10,6 +10,7 @@ from torch import nn
 from linear_rope.decays import LearnedDecay
 from linear_rope.feature_maps import Hedgehog, RandomFeatures
 from linear_rope.mixing import ShortConvolution, TokenShift
+from linear_rope.projection import Projection
 from linear_rope.rotary_variants import LearnedRotary
 from linear_rope.selective import SelectiveRotation
 
@@ -38,9 +39,9 @@ def initialize(
                 module.reset_parameters()
             elif isinstance(module, SelectiveRotation):
                 module.reset_parameters(torch.Generator().manual_seed(_seed(seed, name)))
-            elif isinstance(module, nn.Linear | nn.Embedding):
+            elif isinstance(module, nn.Linear | Projection | nn.Embedding):
                 std = EMBEDDING_STD
-                if isinstance(module, nn.Linear):
+                if isinstance(module, nn.Linear | Projection):
                     residual = name.endswith(("attention.out", "down"))
                     std = module.in_features**-0.5 if init_std is None else init_std
                     std /= depth if residual else 1.0

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from linear_rope.arguments import check_key_mask
+from linear_rope.projection import Projection
 from linear_rope.segments import resolve_segments
 
 __all__ = ["OutputGate", "ShortConvolution", "TokenShift"]
@@ -154,7 +155,7 @@ class TokenShift(nn.Module):
         return f"{self.channels}"
 
 
-class OutputGate(nn.Linear):
+class OutputGate(Projection):
     """heads * silu(W x): the merged heads, gated by the layer's input, before the output projection
     (RetNet, arXiv 2307.08621, eq. 9; gated linear attention, arXiv 2312.06635, section 4.4).
 
@@ -165,9 +166,7 @@ class OutputGate(nn.Linear):
     """
 
     def __init__(self, dim: int, width: int, bias: bool = False) -> None:
-        if dim < 1 or width < 1:
-            raise ValueError(f"dim={dim} and width={width} must both be at least 1")
-        super().__init__(dim, width, bias=bias)
+        super().__init__(dim, width, bias)
 
     def forward(self, heads: Tensor, x: Tensor) -> Tensor:  # type: ignore[override]
         """heads (batch, time, width), x (batch, time, dim) -> (batch, time, width)."""

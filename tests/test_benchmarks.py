@@ -21,7 +21,7 @@ pytest.importorskip("matplotlib", exc_type=ImportError)
 
 from benchmarks import attention, decode, long, packing, train
 from benchmarks._contestants import Contestant, Field, Run, find_contestants, torch_rotation
-from benchmarks._generate import decode_report
+from benchmarks._generate import decode_report, products
 from benchmarks._judge import relative_error, rows_of, turned
 from benchmarks._memory import STATUS, Meter
 from benchmarks._models import Size, Trainer
@@ -30,7 +30,8 @@ from benchmarks._results import MODES, Row
 from benchmarks._steps import Ours, Sizes, find_steppers
 from benchmarks._targets import targets_table
 from benchmarks._timing import chunkwise_flops, interleave, matmul_call, slope
-from linear_rope import Rotary, linear_attention
+from linear_rope import LanguageModel, Rotary, linear_attention
+from linear_rope.recipes import best
 
 ROOT = Path(__file__).resolve().parent.parent
 LINUX = pytest.mark.skipif(not STATUS.exists(), reason="memory is read from Linux's /proc")
@@ -610,3 +611,16 @@ def test_documented_commands_exist() -> None:
     for name in re.findall(r"`--([\w-]+)`", text):
         if name not in ("help", "no-build-isolation", "no-cache-dir"):
             assert any(f'"--{name}"' in p.read_text() for p in (ROOT / "benchmarks").glob("*.py"))
+
+
+def test_the_least_that_generation_costs_has_the_product_of_every_matrix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, seen = LanguageModel(best(vocab_size=11, dim=16, heads=4, layers=2)), []
+    monkeypatch.setattr(
+        "benchmarks._generate.F.linear", lambda x, weight, bias: seen.append(weight)
+    )
+    products(model, 1)
+    # The gates of decays and of outputs too; the embedding is the output layer.
+    wanted = sorted(id(p) for p in model.parameters() if p.ndim == 2)
+    assert sorted(map(id, seen)) == wanted and len(wanted) == 2 * 9 + 1

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from judge import attention, error
 from torch import Tensor, nn
 
-from linear_rope import linear_attention
+from linear_rope import LanguageModel, RotaryLinearAttention, linear_attention
 from linear_rope.causal import causal_product
 from linear_rope.decays import BIAS, FixedDecay, LearnedDecay, bias_of, retnet_rates, spread
+from linear_rope.mixing import OutputGate
+from linear_rope.recipes import best
 
 DIM = 6
 
@@ -141,9 +143,44 @@ def test_without_time_scales_it_is_the_linear_layer_of_old_bit_by_bit() -> None:
         assert new.float()(inputs().float()).dtype == torch.float32
 
 
+def gpt2(module: nn.Module) -> None:
+    """GPT-2's initialization as it is commonly written."""
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def test_the_initialization_of_linear_layers_leaves_gates_alone() -> None:
+    layer = RotaryLinearAttention(16, 4, decay="learned", output_gate=True, bias=True)
+    models: list[Any] = [layer, LanguageModel(best(dim=16, heads=4, layers=2))]
+    for model in models:
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        model.apply(gpt2)
+        for name, p in model.named_parameters():
+            gate = ".gate." in f".{name}" or "output_gate." in name
+            assert torch.equal(p, before[name]) == (gate or "norm" in name or "emb" in name), name
+    scales = -1 / F.logsigmoid(layer.gate.bias.double())
+    assert scales.tolist() == pytest.approx([4.0, 40.3175, 406.375, 4096.0], rel=1e-3)
+
+
+def test_a_gate_starts_as_a_linear_layer_does_bit_by_bit() -> None:
+    for bias in (False, True):
+        torch.manual_seed(5)
+        old = nn.Linear(DIM, 7, bias=bias)
+        after_old = torch.rand(())
+        torch.manual_seed(5)
+        new = OutputGate(DIM, 7, bias=bias)
+        assert torch.equal(torch.rand(()), after_old)
+        assert list(new.state_dict()) == list(old.state_dict())
+        assert all(torch.equal(p, old.state_dict()[name]) for name, p in new.named_parameters())
+        x, heads = inputs().float(), torch.randn(2, 40, 7)
+        assert torch.equal(new(heads, x), heads * F.silu(old(x)))
+
+
 @pytest.mark.parametrize("kind", ["fixed", "learned"])
 def test_the_equation_decays_as_the_judge_does(kind: str) -> None:
-    module = FixedDecay(2, (1, 9)) if kind == "fixed" else LearnedDecay(DIM, 2, (1, 1000))
+    module: Any = FixedDecay(2, (1, 9)) if kind == "fixed" else LearnedDecay(DIM, 2, (1, 1000))
     module = module.double()
     x = inputs().requires_grad_()
     q, k, v = (torch.randn(2, 2, 40, 4, dtype=torch.float64) for _ in range(3))
