@@ -26,7 +26,7 @@ from linear_rope.decays import make_decay
 from linear_rope.feature_maps import FEATURE_MAPS, FeatureMap, make_feature_map
 from linear_rope.functional import linear_attention
 from linear_rope.local_attention import LocalHeads
-from linear_rope.rotary import Rotary, check_rates, check_rotation
+from linear_rope.rotary import Rotary, check_rotation
 from linear_rope.scaling import Scaling
 from linear_rope.softmax import SoftmaxAttention
 
@@ -132,7 +132,6 @@ class RotaryLinearAttention(AttentionBase):
         )
         check_flags(output_norm=output_norm)
         self.rotate, self.denominator, self.output_norm = rotate, denominator, output_norm
-        check_rates(rotary_base, rotary_fraction)
         check_local(local_heads, window, heads, kv_heads)
         check_chunk_size(chunk_size)
         self._check_order(local_heads=local_heads)
@@ -161,12 +160,11 @@ class RotaryLinearAttention(AttentionBase):
                 "already; or give its name"
             )
         self.feature_map = feature_map
-        self.rotary = None
-        if rotate != "none":
-            width = feature_map.feature_dim if rotate == "after" else self.head_dim
-            self.rotary = self._make_rotary(
-                width, rotary_base, rotary_fraction, pairing, rotary_scaling
-            )
+        width = feature_map.feature_dim if rotate == "after" else self.head_dim
+        self.rotary = self._make_rotary(
+            rotate, width, rotary_base, rotary_fraction, pairing, rotary_scaling
+        )
+        if self.rotary is not None:
             check_expansion(feature_map, self.rotary, rotate)
             check_cosformer(feature_map, self.rotary, rotate)
             check_rotation(

@@ -9,6 +9,8 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from linear_rope.arguments import (
+    ROTATE,
+    check_choices,
     check_dropout,
     check_flags,
     check_key_mask,
@@ -19,11 +21,13 @@ from linear_rope.counts import check_counts
 from linear_rope.local_attention import LocalHeads
 from linear_rope.mixing import OutputGate, ShortConvolution, TokenShift
 from linear_rope.positions import can_read, resolve_positions
+from linear_rope.rotary import PAIRINGS, check_rates
 from linear_rope.rotary_variants import make_rotary, parse
 from linear_rope.segments import resolve_segments
 from linear_rope.selective import (
     GivenRotation,
     SelectiveRotation,
+    check_unturned,
     is_selective,
     make_selective,
 )
@@ -246,9 +250,17 @@ class AttentionBase(nn.Module):
         return q, k
 
     def _make_rotary(
-        self, width: int, base: float, fraction: float, pairing: str, scaling: Any
+        self, rotate: str, width: int, base: float, fraction: float, pairing: str, scaling: Any
     ) -> Any:
-        """`make_rotary`, or a rotation that reads the layer's input."""
+        """`make_rotary`, or a rotation that reads the layer's input; None if rotate is "none".
+
+        Names and ranges are refused even where nothing turns.
+        """
+        check_choices(rotate=(rotate, ROTATE), pairing=(pairing, PAIRINGS))
+        check_rates(base, fraction)
+        if rotate == "none":
+            check_unturned(scaling)
+            return None
         heads = self._far_heads()[1]
         if isinstance(scaling, str) and parse(scaling)[0] == "permute":
             # A permutation for each key head; without an order nothing fades (as in the paper).

@@ -23,7 +23,7 @@ from linear_rope.decays import make_decay
 from linear_rope.feature_maps import FEATURE_MAPS
 from linear_rope.rotary import PAIRINGS, check_rates
 from linear_rope.rotary_variants import make_rotary
-from linear_rope.selective import is_selective, make_selective
+from linear_rope.selective import check_unturned, is_selective, make_selective
 
 __all__ = ["ATTENTION", "BLOCKS", "POSITIONS", "Config"]
 
@@ -41,6 +41,12 @@ class Config:
 
     By the checks of the layers, which add those that need the width of a feature map: an odd number
     of features, a `rotary_fraction` that leaves no pair, cosFormer's expanded ones.
+
+    Names and ranges are always checked, but a value may have no effect, so that the arms of a
+    comparison can differ in one field: rotate, pairing, rotary_base and rotary_fraction where
+    nothing turns; window without local_heads; max_length with any position but "learned" and
+    "cosformer"; feature_map, denominator, backend and chunk_size with attention="softmax" (where
+    rotate="after" means "before").
 
     Args:
         vocab_size, dim, layers, heads: sizes; `heads` divides `dim`.
@@ -163,6 +169,8 @@ class Config:
                     f"rotary_scaling={self.rotary_scaling!r} must be a text in a config, such as "
                     "'yarn:factor=4,original_length=2048'"
                 )
+            if self.rotate == "none":
+                check_unturned(self.rotary_scaling)
             if is_selective(self.rotary_scaling):
                 base, fraction = self.rotary_base, self.rotary_fraction
                 make_selective(self.rotary_scaling, 4, 1, 4, base, fraction, self.pairing)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from linear_rope.mixing import ShortConvolution
 from linear_rope.phases import GivenRotation, running_sum
 from linear_rope.rotary import PAIRINGS
-from linear_rope.rotary_variants import parse
+from linear_rope.rotary_variants import make_rotary, parse
 from linear_rope.scaling import build, powers
 from linear_rope.segments import resolve_segments
 
@@ -33,6 +33,7 @@ __all__ = [
     "GivenRotation",
     "SelectiveRotation",
     "SelectiveState",
+    "check_unturned",
     "is_selective",
     "make_selective",
 ]
@@ -324,6 +325,20 @@ class SelectiveRotation(nn.Module):
 def is_selective(text: object) -> bool:
     """Whether a `rotary_scaling` asks for a rotation that reads its input."""
     return isinstance(text, str) and text.partition(":")[0].strip() == "selective"
+
+
+def check_unturned(scaling: Any) -> None:
+    """Refuses a `rotary_scaling` where nothing turns; an unknown one by its name, as anywhere."""
+    if scaling is None:
+        return
+    if is_selective(scaling):
+        make_selective(scaling, 4, 1, 4)
+    else:
+        make_rotary(4, scaling=scaling)
+    raise ValueError(
+        f"rotary_scaling={scaling!r} needs a rotation, got rotate='none'; omit it, or use "
+        "rotate='after'"
+    )
 
 
 def make_selective(

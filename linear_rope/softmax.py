@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linear_rope.arguments import ROTATE, check_choices, check_flags, check_softmax
+from linear_rope.arguments import check_flags, check_softmax
 from linear_rope.attention_base import AttentionBase
 from linear_rope.positions import next_position, resolve_positions
-from linear_rope.rotary import check_rates, check_rotation
+from linear_rope.rotary import check_rotation
 from linear_rope.scaling import Scaling
 from linear_rope.states import KeyValueCache
 
@@ -77,19 +77,15 @@ class SoftmaxAttention(AttentionBase):
             dropout=dropout,
             bias=bias,
         )
-        check_choices(rotate=(rotate, ROTATE))
-        check_rates(rotary_base, rotary_fraction)
+        self.rotary = self._make_rotary(
+            rotate, self.head_dim, rotary_base, rotary_fraction, pairing, rotary_scaling
+        )
         if alibi and rotate != "none":
             raise ValueError(
                 f"alibi=True takes the place of a rotation: use rotate='none', got {rotate!r}"
             )
         check_flags(output_norm=output_norm, alibi=alibi)
         self.output_norm, self.alibi = output_norm, alibi
-        self.rotary = None
-        if rotate != "none":
-            self.rotary = self._make_rotary(
-                self.head_dim, rotary_base, rotary_fraction, pairing, rotary_scaling
-            )
         check_softmax(decay, local_heads, self.rotary)
         self._sign(self.rotary, *(("alibi",) if alibi else ()))
 

@@ -254,3 +254,44 @@ def test_a_chunk_is_a_whole_number_of_tokens() -> None:
     x = torch.randn(1, 1, 3, 4)
     with pytest.raises(ValueError, match="chunk_size must be at least 1, and an integer"):
         linear_attention(x, x, x, chunk_size=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [RotaryLinearAttention, SoftmaxAttention, Config])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("pairing", "zzz", r"pairing='zzz' is unknown; choose one of: interleaved, half"),
+        ("rotary_scaling", "nonsense", r"'nonsense' is unknown; choose one of: linear, ntk"),
+        ("rotary_scaling", "yarn:factr=2", r"does not know the option factr"),
+        ("rotary_scaling", "selective:gates=head", r"does not know the option gates"),
+        ("rotary_scaling", "ntk:factor=2", r"'ntk:factor=2' needs a rotation, got rotate='none'"),
+        ("rotary_scaling", "selective", r"'selective' needs a rotation, got rotate='none'"),
+        ("rotary_fraction", 9.0, r"fraction=9.0 must be in"),
+        ("rotary_base", -1.0, r"base=-1.0 must be positive"),
+    ],
+)
+def test_what_shapes_a_rotation_is_checked_without_one(
+    make: Any, name: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(dim=16, heads=2, rotate="none", **{name: value})
+
+
+def test_what_has_no_effect_changes_nothing() -> None:
+    """As `Config` says, so that arms can differ in their position alone."""
+    sizes: dict[str, Any] = {"vocab_size": 11, "dim": 16, "layers": 1, "heads": 2}
+    turning: list[dict[str, Any]] = [
+        {"rotate": "before"},
+        {"pairing": "half", "rotary_base": 5.0, "rotary_fraction": 0.5},
+        {"window": 3},
+        {"max_length": 4},
+    ]
+    other: dict[str, Any] = {"feature_map": "relu", "denominator": "none", "chunk_size": 3}
+    softmax = {"attention": "softmax"}
+    tokens = torch.randint(11, (1, 9))
+    for base, more in [({"position": "none"}, turning), (softmax, [other, *turning[2:]])]:
+        plain = LanguageModel(Config(**sizes, **base))
+        for changes in more:
+            model = LanguageModel(Config(**sizes, **base, **changes))
+            model.load_state_dict(plain.state_dict())
+            assert torch.equal(model(tokens), plain(tokens)), changes
