@@ -22,13 +22,15 @@ from linear_rope.feature_maps import (
     make_feature_map,
 )
 from linear_rope.functional import linear_attention
+from linear_rope.local_attention import WindowCache
 from linear_rope.losses import linear_cross_entropy
 from linear_rope.model import Block, Config, Encoder, LanguageModel
 from linear_rope.permute import Permute
 from linear_rope.rotary import Rotary, rotate
 from linear_rope.rotary_variants import AxialRotary, LearnedRotary, grid_positions, make_rotary
 from linear_rope.scaling import SCALINGS, make_scaling
-from linear_rope.states import AttentionState, KeyValueCache, ModelState
+from linear_rope.selective import SelectiveState
+from linear_rope.states import AttentionState, KeyValueCache, MixedState, ModelState
 from linear_rope.streaming import attend_in_pieces
 from linear_rope.xpos import XPos
 
@@ -49,11 +51,14 @@ __all__ = [
     "KeyValueCache",
     "LanguageModel",
     "LearnedRotary",
+    "MixedState",
     "ModelState",
     "Permute",
     "Rotary",
     "RotaryLinearAttention",
+    "SelectiveState",
     "SoftmaxAttention",
+    "WindowCache",
     "XPos",
     "__version__",
     "advance_random_features",

@@ -5,11 +5,21 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from linear_rope import Rotary, linear_attention, make_feature_map
+from linear_rope import (
+    AttentionState,
+    KeyValueCache,
+    MixedState,
+    Rotary,
+    SelectiveState,
+    WindowCache,
+    linear_attention,
+    make_feature_map,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "examples/README.md", "results/README.md")
@@ -165,3 +175,11 @@ def test_favor_error_has_the_stated_size(
         exact = torch.nn.functional.scaled_dot_product_attention(q * scale, k * scale, v)
         errors.append(((out - exact).abs().sum() / exact.abs().sum()).item())
     assert least < sum(errors) / len(errors) < most
+
+
+@pytest.mark.parametrize(
+    "state", [AttentionState, KeyValueCache, MixedState, SelectiveState, WindowCache]
+)
+def test_the_states_are_listed_with_all_of_their_fields(state: Any) -> None:
+    (row,) = re.findall(rf"^\| `{state.__name__}`.*$", text("README.md"), re.MULTILINE)
+    assert [name for name in state._fields if f"`{name}`" not in row] == []

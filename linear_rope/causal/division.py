@@ -1,4 +1,8 @@
-"""What numerators are divided by: the one home of the rule for denominators near 0."""
+"""What numerators are divided by: the rule for denominators near 0, and its numbers.
+
+Kernels cannot call it, so that each has the rule once more in its own terms: `_divisor` of
+`linear_rope.causal.around` and `linear_rope.causal.triton_kernels`, and the C++ of the native form.
+"""
 
 from __future__ import annotations
 
