@@ -19,6 +19,7 @@ import pytest
 import torch
 from forms import BACKENDS
 from torch import Tensor
+from written_out import written_out as all_written_out
 
 from linear_rope import (
     FEATURE_MAPS,
@@ -26,6 +27,7 @@ from linear_rope import (
     Config,
     Encoder,
     LanguageModel,
+    LearnedRotary,
     Permute,
     RotaryLinearAttention,
     XPos,
@@ -110,15 +112,48 @@ class Layer:
         assert judge.error(got[query_mask], want[query_mask]) <= 1e-10
 
 
+@dataclass
+class Mixed:
+    """A row of a layer that looks back by more than attention: each document's real tokens alone
+    are what they are in the row."""
+
+    options: list[dict[str, Any]]
+
+    def __call__(self, column: str) -> None:
+        lengths = DOCUMENTS if column == "packed" else ((TIME,), (TIME,))
+        documents = torch.stack(
+            [torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths]
+        )
+        rows: dict[str, Any] = {"key_mask": MASK}
+        if column == "packed":
+            rows["segment_ids"] = documents
+        for options in self.options:
+            for backend in FORMS.get(column, ("auto",)):
+                layer = build(causal=column != "non-causal", backend=backend, **options)
+                layer.pairing_by_hand = options.get("pairing", "interleaved")
+                assert layer.local is None or layer.local.window == options["window"]
+                x = torch.randn(2, TIME, DIM, dtype=torch.float64)
+                call = partial(in_calls, given=None, rows=rows)
+                got = call(layer, x) if column == "with a state" else layer(x, **rows)
+                for row in range(2):
+                    for document in documents[row].unique():
+                        real = (documents[row] == document) & MASK[row]
+                        if real.any():
+                            want = all_written_out(layer, x[row, real][None])
+                            assert judge.error(got[row, real][None], want) <= 1e-10
+
+
 def build(**options: Any) -> Any:
     if str(options.get("feature_map")).startswith("favor"):
         options["features"] = 8
     layer = RotaryLinearAttention(**{"dim": DIM, "heads": HEADS, **options}).double()
     with torch.no_grad():
-        for p in layer.feature_map.parameters():  # no identity any more
-            p += 0.3 * torch.randn_like(p)
-        if layer.rotary is not None and isinstance(layer.rotary, torch.nn.Module):
-            layer.rotary.log_frequencies += 0.1
+        for module in (layer.feature_map, layer.shift, layer.convolution, layer.rotary):
+            if isinstance(module, LearnedRotary):
+                module.log_frequencies.add_(0.1)
+            elif isinstance(module, torch.nn.Module):
+                for p in module.parameters():  # no identity any more
+                    p.add_(0.3 * torch.randn_like(p))
     return layer
 
 
@@ -223,7 +258,11 @@ def written_out(
         out = out / weights(*below).sum(-1, keepdim=True)
     if layer.output_norm:
         out = out / (out.square().mean(-1, keepdim=True) + 1e-6).sqrt()
-    return layer.out(torch.cat(list(out.unbind(1)), -1))
+    merged = torch.cat(list(out.unbind(1)), -1)
+    if layer.output_gate is not None:
+        gate = x @ layer.output_gate.weight.T
+        merged = merged * gate * gate.sigmoid()
+    return layer.out(merged)
 
 
 def several(*layers: Layer) -> Callable[[str], None]:
@@ -360,7 +399,13 @@ ROWS: dict[str, Callable[[str], None]] = {
     "head_dim": Layer(WIDTHS),
     "qk_norm": Layer([{"qk_norm": True}]),
     "output_norm": Layer([{"output_norm": True}]),
+    "output_gate": Layer([{"output_gate": True}], mask=MASK),
     "decay": Layer([{"decay": "learned"}], mask=MASK),
+    "short_conv": Mixed([{"short_conv": 3}, {"short_conv": 4, "kv_heads": 2}]),
+    "token_shift": Mixed([{"token_shift": True}]),
+    "local_heads": Mixed(
+        [{"local_heads": 1, "window": 3}, {"local_heads": 2, "kv_heads": 2, "window": 1}]
+    ),
     "denominator": Layer([{"denominator": name} for name in ("unrotated", "rotated", "none")]),
     "rotate": Layer([{"rotate": name} for name in ("after", "before", "none")]),
     "rotary_fraction": Layer([{"rotary_fraction": 0.5}]),
@@ -374,6 +419,13 @@ ROWS: dict[str, Callable[[str], None]] = {
             {"rotary_scaling": "permute:seed=1", "feature_map": "relu", "kv_heads": 2},
         ],
         mask=MASK,
+    ),
+    "selective": Mixed(
+        [
+            {"rotary_scaling": "selective"},
+            {"rotary_scaling": "selective:gate=pair,bias=1,rank=0", "pairing": "half"},
+            {"rotary_scaling": "selective:gate=head", "rotate": "before", "kv_heads": 2},
+        ]
     ),
     **{name: Layer([{"feature_map": name}], mask=MASK) for name in FEATURE_MAPS},
     **{f"check_{name}": each(partial(run_check, name)) for name in checks.CHECKS},
