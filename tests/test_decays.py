@@ -152,7 +152,7 @@ def gpt2(module: nn.Module) -> None:
 
 
 def test_the_initialization_of_linear_layers_leaves_gates_alone() -> None:
-    layer = RotaryLinearAttention(16, 4, decay="learned", output_gate=True, bias=True)
+    layer: Any = RotaryLinearAttention(16, 4, decay="learned", output_gate=True, bias=True)
     models: list[Any] = [layer, LanguageModel(best(dim=16, heads=4, layers=2))]
     for model in models:
         before = {name: p.detach().clone() for name, p in model.named_parameters()}

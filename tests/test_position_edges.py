@@ -287,9 +287,10 @@ def test_what_has_no_effect_changes_nothing() -> None:
         {"max_length": 4},
     ]
     other: dict[str, Any] = {"feature_map": "relu", "denominator": "none", "chunk_size": 3}
-    softmax = {"attention": "softmax"}
+    softmax: dict[str, Any] = {"attention": "softmax"}
+    nothing: dict[str, Any] = {"position": "none"}
     tokens = torch.randint(11, (1, 9))
-    for base, more in [({"position": "none"}, turning), (softmax, [other, *turning[2:]])]:
+    for base, more in [(nothing, turning), (softmax, [other, *turning[2:]])]:
         plain = LanguageModel(Config(**sizes, **base))
         for changes in more:
             model = LanguageModel(Config(**sizes, **base, **changes))
