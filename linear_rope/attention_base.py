@@ -135,6 +135,8 @@ class AttentionBase(nn.Module):
             raise ValueError("a state needs causal=True: without it attention sees all at once")
         self.check_state(state, x.shape[0])
         past = state if isinstance(state, MixedState) else MixedState(state)
+        if context is not None and (segment_ids is not None or cu_seqlens is not None):
+            raise ValueError("segment_ids and cu_seqlens need self-attention, without a context")
         documents = resolve_segments(
             x.shape[0], x.shape[1], segment_ids, cu_seqlens, x.device, key_mask
         )
@@ -142,8 +144,6 @@ class AttentionBase(nn.Module):
             raise ValueError("query_mask needs a context; use key_mask for self-attention")
         if context is None and context_positions is not None:
             raise ValueError("context_positions needs a context; use positions for self-attention")
-        if context is not None and documents is not None:
-            raise ValueError("segment_ids and cu_seqlens need self-attention, without a context")
         batch, device, axes = x.shape[0], x.device, getattr(self.rotary, "axes", 1)
         at_q = resolve_positions(
             x.shape[1],

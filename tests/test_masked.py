@@ -293,7 +293,7 @@ def test_every_arm_without_decay_has_an_encoder_with_shared_initial_values(tiny:
         other = tokens.clone()
         other[:, -1] = (other[:, -1] + 1) % 257
         assert not torch.equal(model(other)[:, 0], logits[:, 0]), name
-    assert len(ENCODER_ARMS) == 3 * 5 + 5 + 5 + 6 + 6
+    assert len(ENCODER_ARMS) == 3 * 5 + 5 + 5 + 9 + 6
     assert ("embedding.weight", torch.Size((257, 16))) in reference
 
 

@@ -29,7 +29,9 @@ def published() -> dict[str, set[tuple[str, str]]]:
             for name in row:
                 if f"{name}_high" in row and row[name]:
                     mean, high = float(row[name]), row[f"{name}_high"]
-                    add(row["arm"], mean, "" if high in ("", "nan") else f"{float(high) - mean:.3f}")
+                    add(
+                        row["arm"], mean, "" if high in ("", "nan") else f"{float(high) - mean:.3f}"
+                    )
     for path in RESULTS.glob("*/metrics.csv"):
         last: dict[str, str] = {}
         for row in csv.DictReader(path.read_text().splitlines()):
