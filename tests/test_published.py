@@ -50,12 +50,15 @@ def published() -> dict[str, set[tuple[str, str]]]:
 
 def claims(text: str) -> list[tuple[str, tuple[str, str]]]:
     """Numbers of three decimals, each with the arm that begins its row of a table, or nothing."""
-    found = []
-    for line in text.splitlines():
-        row = re.match(r"\| `([\w-]+)`", line)
-        arm = row[1] if row else ""
-        found += [(arm, (match[1], match[2] or "")) for match in CLAIM.finditer(line)]
-    return found
+    lines = text.splitlines()
+    found = [("", "\n".join(line for line in lines if not line.startswith("|")))]
+    for line in lines:
+        if line.startswith("|"):
+            row = re.match(r"\| `([\w-]+)`", line)
+            found.append((row[1] if row else "", line))
+    return [
+        (arm, (match[1], match[2] or "")) for arm, part in found for match in CLAIM.finditer(part)
+    ]
 
 
 def section(name: str = "results") -> str:
