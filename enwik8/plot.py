@@ -69,7 +69,8 @@ COLORS = {
 }
 OTHER_COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#882255", "#332288"),
-    *("#117733", "#999933", "#aa4499", "#44aa99"),
+    *("#117733", "#999933", "#aa4499", "#44aa99", "#661100", "#6699cc", "#b15928", "#6a3d9a"),
+    *("#e31a1c", "#33a02c", "#8dd3c7", "#bc80bd"),
 )
 MARKERS = {"elu": "o", "relu": "s", "favor": "^", "softmax": "D"}
 SKIPPED = 0.05  # share of the tokens, at the start, that does not set the y range

@@ -22,6 +22,7 @@ from enwik8.decay_figure import (
     weight_sum,
 )
 from enwik8.errors import UserError
+from enwik8.methods import METHODS
 from enwik8.metrics import column_names
 from enwik8.plot import COLORS, curves_figure, plot, style_of
 
@@ -425,3 +426,9 @@ def test_the_decay_figure_and_its_numbers(tmp_path, capsys):
     assert "width is 7" in capsys.readouterr().err
     with pytest.raises(ValueError, match="width is 3"):
         plot_long_term_decay(tmp_path, feature_width=3)
+
+
+def test_twenty_arms_have_twenty_colors() -> None:
+    arms = [name for name in METHODS if name.startswith(("best", "softmax-rope"))][:20]
+    styles = style_of([*arms, "softmax-rope"])
+    assert len({style["color"] for style in styles.values()}) == len(styles) >= 20
