@@ -104,7 +104,9 @@ def linear_attention(
             else counted from 0.
         segment_ids: (batch, time) integers, several documents in a row: positions begin again and
             nothing is seen across a boundary. With a state, the first document goes on from it,
-            and the state returned is that of the last one. Ids at pads may be anything.
+            and the state returned is that of the last one. A pad is of the document
+            that its id says: padding with an id of its own is a document without a token, and the
+            state after it is empty; give pads the id of their neighbor.
             Self-attention only.
         cu_seqlens: the same for a flat row (batch 1): the documents' limits, see
             `linear_rope.segments.resolve_segments`.

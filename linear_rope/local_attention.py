@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from linear_rope.arguments import check_key_mask
 from linear_rope.counts import check_counts
-from linear_rope.mixing import Row
+from linear_rope.mixing import Row, check_segments
 from linear_rope.rotary import Rotary
-from linear_rope.segments import resolve_segments
 from linear_rope.states import _to
 
 __all__ = ["LocalHeads", "WindowCache", "local_attention"]
@@ -80,9 +79,8 @@ def local_attention(
     Raises:
         ValueError: shapes that do not fit, a window below 1.
     """
-    _check(q, k, v, window, key_mask, state)
+    _check(q, k, v, window, key_mask, segment_ids, state)
     batch, before = q.shape[0], window - 1
-    segment_ids = resolve_segments(batch, q.shape[2], segment_ids, None, q.device, key_mask)
     row = Row(batch, q.shape[2], before, key_mask, segment_ids, q.device)
     if state is None:
         state = WindowCache(
@@ -210,6 +208,7 @@ def _check(
     v: Tensor,
     window: int,
     key_mask: Tensor | None,
+    segment_ids: Tensor | None,
     state: WindowCache | None,
 ) -> None:
     for name, x in (("k", k), ("v", v)):
@@ -229,6 +228,7 @@ def _check(
             f"{', '.join(map(str, shapes))}"
         )
     check_key_mask(key_mask, (q.shape[0], q.shape[2]), q.device)
+    check_segments(segment_ids, (q.shape[0], q.shape[2]))
     if state is None:
         return
     want = {

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from linear_rope.arguments import check_key_mask
 from linear_rope.projection import Projection
-from linear_rope.segments import resolve_segments
 
 __all__ = ["OutputGate", "ShortConvolution", "TokenShift"]
 
@@ -257,8 +256,7 @@ def look_back(
 
     Arguments as in `ShortConvolution.forward`. Where there is no past, it is 0.
     """
-    _check(x, channels, lags, key_mask, state)
-    segment_ids = resolve_segments(x.shape[0], x.shape[1], segment_ids, None, x.device, key_mask)
+    _check(x, channels, lags, key_mask, segment_ids, state)
     row = Row(x.shape[0], x.shape[1], lags, key_mask, segment_ids, x.device)
     before = x.new_zeros(x.shape[0], lags, channels) if state is None else state.to(x.dtype)
     whole = torch.cat([before, row.move(x, 1)], dim=1)
@@ -286,6 +284,7 @@ def _check(
     channels: int,
     lags: int,
     key_mask: Tensor | None,
+    segment_ids: Tensor | None,
     state: Tensor | None,
 ) -> None:
     if x.ndim != 3 or x.shape[-1] != channels or not x.is_floating_point():
@@ -294,9 +293,20 @@ def _check(
             f"{tuple(x.shape)}"
         )
     check_key_mask(key_mask, (x.shape[0], x.shape[1]), x.device)
+    check_segments(segment_ids, (x.shape[0], x.shape[1]))
     want = (x.shape[0], lags, channels)
     if state is not None and (not isinstance(state, Tensor) or state.shape != want):
         got = tuple(state.shape) if isinstance(state, Tensor) else type(state).__name__
         raise ValueError(
             f"state must be the tensor of shape {want} that an earlier call returned, got {got}"
+        )
+
+
+def check_segments(segment_ids: Tensor | None, want: tuple[int, int]) -> None:
+    if segment_ids is not None and (
+        segment_ids.shape != want or segment_ids.dtype not in (torch.int64, torch.int32)
+    ):
+        raise ValueError(
+            f"segment_ids must be integers of shape (batch, time) = {want}, got "
+            f"{segment_ids.dtype} of shape {tuple(segment_ids.shape)}"
         )

@@ -12,7 +12,6 @@ __all__ = [
     "can_read",
     "check_positions",
     "document_positions",
-    "fill_pads",
     "has_values",
     "next_position",
     "resolve_positions",
@@ -85,18 +84,12 @@ def resolve_positions(
     return count + first
 
 
-def fill_pads(ids: Tensor, key_mask: Tensor) -> Tensor:
-    """Ids (batch, time) in which a pad has that of the real token before it, or of the first one:
-    what is there may be anything. A row without a real token has its first id everywhere."""
+def _at_pads(ids: Tensor, key_mask: Tensor, start: Tensor | None) -> Tensor:
+    """Ids (batch, time) in which a pad has that of a real token: what is there may be anything."""
     order = torch.arange(key_mask.shape[1], device=key_mask.device)
     before = torch.where(key_mask, order, -1).cummax(-1).values
     first = key_mask.to(torch.int64).argmax(-1, keepdim=True)  # 0 if there is none
-    return ids.expand(key_mask.shape).gather(1, torch.where(before < 0, first, before))
-
-
-def _at_pads(ids: Tensor, key_mask: Tensor, start: Tensor | None) -> Tensor:
-    """`fill_pads`, but that in a row without a real token the ids are `start`."""
-    ids = fill_pads(ids, key_mask)
+    ids = ids.expand(key_mask.shape).gather(1, torch.where(before < 0, first, before))
     if start is None:
         return ids
     return torch.where(key_mask.any(-1, keepdim=True), ids, start.to(ids.device).unsqueeze(-1))

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from linear_rope.positions import boundaries, can_read, fill_pads, has_values
+from linear_rope.positions import boundaries, can_read
 
 __all__ = ["resolve_segments", "segment_max", "segmented_cummax", "unpack"]
 
@@ -24,19 +24,15 @@ def resolve_segments(
 ) -> Tensor | None:
     """The document of every token, (batch, time) int64, or None for one document a row.
 
-    What it returned is returned as it is, with the same mask: a model looks once for all layers.
-
     Args:
-        segment_ids: (batch, time) or (time,) integers; a document is a run of one id. At pads they
-            may be anything: a pad is of the document of the real token before it, or of the first.
+        segment_ids: (batch, time) or (time,) integers; a document is a run of one id.
         cu_seqlens: (documents + 1,) the documents' limits in a flat row (batch must be 1), from 0
             to time, ascending; equal neighbours are an empty document, which leaves no trace: a
             state goes on in the first document that has a token, and the new one is that of the
             last such document. The name and layout are those of FlashAttention's variable-length
             functions.
         key_mask: (batch, time), True at real tokens. A flat row holds no padding within its
-            documents; a document of padding alone (to fill a fixed size) is none within, and leaves
-            no trace either.
+            documents; a document of padding alone (to fill a fixed size) is none within.
 
     Raises:
         ValueError: both are given, a wrong shape or dtype, an id that comes back after another,
@@ -46,8 +42,6 @@ def resolve_segments(
     if segment_ids is not None and cu_seqlens is not None:
         raise ValueError("give segment_ids (padded layout) or cu_seqlens (flat layout), not both")
     if segment_ids is not None:
-        if _remembers(segment_ids, key_mask) and segment_ids.shape == (batch, length):
-            return segment_ids
         _integers("segment_ids", segment_ids)
         if tuple(segment_ids.shape) not in ((batch, length), (length,)):
             raise ValueError(
@@ -55,11 +49,16 @@ def resolve_segments(
                 f"got {tuple(segment_ids.shape)}"
             )
         ids = segment_ids.to(device=device, dtype=torch.int64).expand(batch, length)
-        if key_mask is not None and length:
-            ids = fill_pads(ids, key_mask)
-        if can_read(ids):
-            _check_contiguous(ids)
-        return _remember(ids, key_mask)
+        if can_read(ids) and ids.numel():
+            # Sorted, a row has as many runs as ids.
+            runs = boundaries(ids).sum(-1)
+            torn = (runs != boundaries(ids.sort(-1).values).sum(-1)).nonzero()
+            if len(torn):
+                raise ValueError(
+                    f"segment_ids must be contiguous, but in row {int(torn[0])} an id comes back "
+                    "after another one; give each document its own id"
+                )
+        return ids
     if cu_seqlens is None:
         return None
     _integers("cu_seqlens", cu_seqlens)
@@ -84,37 +83,7 @@ def resolve_segments(
         if key_mask is not None and can_read(key_mask):
             _whole_documents(cu_seqlens, key_mask[0])
     ends = cu_seqlens[1:].to(device=device, dtype=torch.int64).contiguous()
-    ids = torch.searchsorted(ends, torch.arange(length, device=device), right=True)[None]
-    return _remember(ids if key_mask is None or not length else fill_pads(ids, key_mask), key_mask)
-
-
-def _check_contiguous(ids: Tensor) -> None:
-    """Refuses a row in which an id comes back after another one."""
-    if not ids.numel():
-        return
-    runs = boundaries(ids).sum(-1)
-    torn = (runs != boundaries(ids.sort(-1).values).sum(-1)).nonzero()
-    if len(torn):
-        raise ValueError(
-            f"segment_ids must be contiguous, but in row {int(torn[0])} an id comes back after "
-            "another one; give each document its own id"
-        )
-
-
-# Documents that were resolved carry the mask they were resolved with: a mark on the tensor itself,
-# which goes from a model through its blocks and layers to the sums. Where it is lost (a transform,
-# a copy) all is done once more.
-_MARK = "_linear_rope_mask"
-
-
-def _remember(ids: Tensor, key_mask: Tensor | None) -> Tensor:
-    if has_values(ids):
-        vars(ids)[_MARK] = key_mask
-    return ids
-
-
-def _remembers(ids: Tensor, key_mask: Tensor | None) -> bool:
-    return isinstance(ids, Tensor) and has_values(ids) and vars(ids).get(_MARK, ids) is key_mask
+    return torch.searchsorted(ends, torch.arange(length, device=device), right=True)[None]
 
 
 def unpack(tokens: Tensor, cu_seqlens: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,6 @@ from linear_rope.phases import GivenRotation, running_sum
 from linear_rope.rotary import PAIRINGS
 from linear_rope.rotary_variants import make_rotary, parse
 from linear_rope.scaling import build, powers
-from linear_rope.segments import resolve_segments
 
 __all__ = [
     "GATES",
@@ -229,9 +228,6 @@ class SelectiveRotation(nn.Module):
             ValueError: shapes or dtypes that do not fit.
         """
         self._check(x, state)
-        segment_ids = resolve_segments(
-            x.shape[0], x.shape[1], segment_ids, None, x.device, key_mask
-        )
         home, dtype = x.device, torch.promote_types(x.dtype, torch.float32)
         with torch.autocast("cpu" if home.type == "meta" else home.type, enabled=False):
             steps, recent = self._increments(x, key_mask, segment_ids, state)

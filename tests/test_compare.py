@@ -50,7 +50,7 @@ def test_every_arm_builds_runs_and_shares_initial_values(tiny: Settings) -> None
             start = method.overrides["decay"] if parameter.endswith("attention.gate.bias") else ""
             same = reference.setdefault((parameter, value.shape, start), value.detach())
             assert torch.equal(same, value), (name, parameter)
-    assert len(METHODS) == 3 * 5 * 2 + 5 + 5 + 8 + 28
+    assert len(METHODS) == 3 * 5 * 2 + 5 + 5 + 8 + 36
 
 
 def test_unknown_arm_lists_the_known_ones() -> None:

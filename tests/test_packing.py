@@ -20,7 +20,6 @@ from linear_rope import (
     causal_product,
     linear_attention,
     make_feature_map,
-    segments,
 )
 
 LENGTHS = [3, 1, 0, 70, 5, 64, 1, 1, 20]  # an empty one, single tokens, one longer than a chunk
@@ -296,90 +295,3 @@ def test_mixed_dtypes_of_the_product() -> None:
         causal_product(x, x.double(), x)
     with pytest.raises(ValueError, match=r"log_decay must be a floating-point tensor"):
         linear_attention(x, x, x, log_decay=torch.zeros(1, 2, 6, dtype=torch.int64))
-
-
-PADDED: dict[str, dict[str, Any]] = {
-    **{name: MODELS[name] for name in ("elu+1", "favor+, one key head, decay", "softmax")},
-    "learned": MODELS["learned"],
-    "mixing": {"short_conv": 3, "token_shift": True, "local_heads": 2, "window": 4},
-    "selective": {"rotary_scaling": "selective:gate=head,bias=1"},
-    "xpos": {"rotary_scaling": "xpos", "decay": "learned"},
-    "permute": {"position": "permute", "denominator": "rotated"},
-    "alibi": {"attention": "softmax", "position": "alibi"},
-    "relu": {"feature_map": "relu", "kv_heads": 2},
-}
-# Real tokens of three rows: documents of ids 3, 1 and 2; pads on the right, on the left, anywhere.
-PAD = 9
-AT_PADS = torch.tensor([
-    [3, 3, 3, 1, 1, 2, 2, 2, PAD, PAD, PAD],
-    [PAD, PAD, 3, 3, 3, 3, 1, 2, 2, 2, 2],
-    [PAD, 3, 3, PAD, 3, 1, PAD, 2, PAD, 2, PAD],
-])  # fmt: skip
-
-
-@pytest.mark.parametrize("backend", ["auto", *BACKENDS])
-@pytest.mark.parametrize("name", PADDED)
-def test_ids_at_pads_may_be_anything(name: str, backend: str) -> None:
-    """The first document goes on from a state, whatever the id of pads before it; the new state is
-    that of the last document, whatever stands behind it. A call of pads alone changes nothing."""
-    options = {**PADDED[name]}
-    if options.get("attention") == "softmax":
-        if backend != "auto":
-            pytest.skip("the form is that of torch")
-    else:
-        options["backend"] = backend
-    model = LanguageModel(Config(layers=2, dim=32, heads=4, vocab_size=31, **options)).double()
-    model.initialize(5)
-    for parameter in model.parameters():
-        parameter.data.add_(0.1 * torch.randn_like(parameter))
-    model.eval()
-    tokens, mask = torch.randint(31, AT_PADS.shape), AT_PADS != PAD
-    before = torch.randint(31, (3, 5))
-    _, past = model(before, return_state=True)
-    got, state = model(tokens, key_mask=mask, segment_ids=AT_PADS, state=past, return_state=True)
-    nothing = torch.zeros_like(mask)
-    _, same = model(tokens, key_mask=nothing, segment_ids=AT_PADS, state=state, return_state=True)
-    step = torch.randint(31, (3,))
-    after, kept = model.decode(step, state)[0], model.decode(step, same)[0]
-    for row in range(3):
-        real, ids = tokens[row][mask[row]], AT_PADS[row][mask[row]]
-        parts = [torch.cat([before[row], real[ids == 3]]), real[ids == 1], real[ids == 2]]
-        want = torch.cat([model(part[None])[0] for part in parts])[5:]
-        torch.testing.assert_close(got[row][mask[row]], want, atol=1e-9, rtol=0)
-        last = torch.cat([parts[-1], step[row, None]])
-        want = model(last[None])[0, -1]
-        torch.testing.assert_close(after[row], want, atol=1e-9, rtol=0)
-        torch.testing.assert_close(kept[row], want, atol=1e-9, rtol=0)
-    assert state.position.tolist() == same.position.tolist() == [3, 4, 2]
-
-
-def test_a_document_of_padding_alone_is_none() -> None:
-    model = model_of("grouped, normed")
-    tokens, mask = torch.randint(31, (1, 8)), torch.arange(8)[None] < 5
-    _, want = model(tokens[:, :5], cu_seqlens=torch.tensor([0, 2, 5]), return_state=True)
-    _, state = model(
-        tokens, key_mask=mask, cu_seqlens=torch.tensor([0, 2, 5, 8]), return_state=True
-    )
-    for got, one in zip(state.layers, want.layers, strict=True):
-        torch.testing.assert_close(got.S, one.S, atol=1e-12, rtol=0)
-        assert got.position.tolist() == one.position.tolist() == [3]
-
-
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [{"short_conv": 3, "token_shift": True, "local_heads": 1, "rotary_scaling": "selective"},
-     {"attention": "softmax"}],
-)  # fmt: skip
-def test_ids_are_looked_at_once_a_call(options: Any, masked: bool, count_calls: Any) -> None:
-    """Not in each layer, and in it at each part, and there in each row."""
-    model = LanguageModel(Config(layers=3, dim=16, heads=2, vocab_size=31, **options))
-    looks, fills = (count_calls(segments, name) for name in ("_check_contiguous", "fill_pads"))
-    ids = torch.arange(6).repeat_interleave(2).expand(5, -1)
-    mask = torch.rand(5, 12) < 0.7 if masked else None
-    model(ids, segment_ids=ids, key_mask=mask)
-    assert len(looks) == 1 and len(fills) == masked
-    model(ids, segment_ids=ids, key_mask=torch.ones(5, 12, dtype=torch.bool))
-    assert len(looks) == 2  # what is the caller's is looked at each time
-    with pytest.raises(ValueError, match="must be contiguous, but in row 3 an id comes back"):
-        model(ids, segment_ids=torch.where(torch.arange(5)[:, None] == 3, ids.flip(1) % 3, ids))

@@ -44,10 +44,6 @@ DOCUMENTS = ((4, 1, 7), (7, 4, 1))
 SPLIT = (2, 1, 5, 4)
 MASK = torch.ones(2, TIME, dtype=torch.bool)
 MASK[0, :3] = MASK[1, 5:8] = MASK[1, 11:] = False  # left, middle, right
-# The same, but that each document's first token is real: ids of pads say nothing, so that a call
-# whose pads alone are of a document has nothing of it to hand on.
-MASK_IN_DOCUMENTS = MASK.clone()
-MASK_IN_DOCUMENTS[1, 7] = True
 GRID = grid_positions(3, 4)
 IDS = torch.stack([torch.arange(TIME) * 3, torch.arange(TIME) // 2 + 5])
 
@@ -394,7 +390,7 @@ ROWS: dict[str, Callable[[str], None]] = {
     "positions=7": several(Layer(BOTH, first=7), Layer(BOTH, first=torch.tensor([[3], [10**6]]))),
     "positions=ids": several(Layer(BOTH, ids=IDS), Layer(BOTH, ids=IDS[0])),
     "key_mask": Layer(BOTH, mask=MASK),
-    "segment_ids": Layer(BOTH, layout="segment_ids", mask=MASK_IN_DOCUMENTS),
+    "segment_ids": Layer(BOTH, layout="segment_ids", mask=MASK),
     "cu_seqlens": Layer(BOTH, layout="cu_seqlens"),
     "return_state": each(states),
     "generate": each(generation),

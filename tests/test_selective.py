@@ -392,7 +392,7 @@ X = torch.zeros(2, 5, DIM)
         (lambda: make("plain")(X[..., :5]), r"x must be .* \(batch, time, 12\)"),
         (lambda: make("plain")(X.long()), "x must be floating-point"),
         (lambda: make("plain")(X, key_mask=torch.ones(2, 5)), "key_mask must be bool"),
-        (lambda: make("plain")(X, segment_ids=torch.zeros(2, 4).long()), "segment_ids must have"),
+        (lambda: make("plain")(X, segment_ids=torch.zeros(2, 4).long()), "segment_ids must be"),
         (lambda: make("plain")(X, state=X), "state must be the SelectiveState .* got Tensor"),
         (
             lambda: make("plain")(X, state=make("plain")(X[:1], return_state=True)[2]),
