@@ -6,8 +6,6 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
-
 from linear_rope.arguments import (
     DENOMINATORS,
     ROTATE,
@@ -150,8 +148,7 @@ class Config:
             )
         if self.block == "llama" and self.bias:
             raise ValueError("block='llama' has no biases; use bias=False, or block='gpt'")
-        with torch.device("meta"):  # without values, so that no random number is drawn
-            make_decay(self.decay, 1, 1)  # refuses what it must
+        make_decay(self.decay, 1, 1)  # refuses what it must
         check_local(self.local_heads, self.window, self.heads, self.kv_heads)
         if self.attention == "softmax":
             check_softmax(self.decay, self.local_heads)
@@ -176,8 +173,7 @@ class Config:
                 check_unturned(self.rotary_scaling)
             if is_selective(self.rotary_scaling):
                 base, fraction = self.rotary_base, self.rotary_fraction
-                with torch.device("meta"):
-                    make_selective(self.rotary_scaling, 4, 1, 4, base, fraction, self.pairing)
+                make_selective(self.rotary_scaling, 4, 1, 4, base, fraction, self.pairing)
                 kv_heads = self.kv_heads or self.heads
                 far = kv_heads - self.local_heads * kv_heads // self.heads
                 if self.attention == "linear" and far > 0 and self.dim % far:
