@@ -42,9 +42,9 @@ def published() -> dict[str, set[tuple[str, str]]]:
             add(arm, float(value))
     for path in RESULTS.glob("*/summary.md"):
         # Pairs of arms stand in the summary alone.
-        pair = r"- ([\w-]+): ([+-]\d\.\d{4}) ± (\d\.\d{4}) against"
+        pair = r"- ([\w-]+): ([+-]\d\.\d{4})(?: ± (\d\.\d{4}))? against"
         for arm, mean, half in re.findall(pair, path.read_text()):
-            add(arm, float(mean), f"{float(half):.3f}")
+            add(arm, float(mean), f"{float(half):.3f}" if half else "")
     return found
 
 
