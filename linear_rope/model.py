@@ -22,7 +22,7 @@ from linear_rope.sampling import check_sampling, pick
 from linear_rope.segments import unpack
 from linear_rope.stack import Stack
 from linear_rope.states import ModelState
-from linear_rope.stepping import Run, Steps, is_watched, make_steps, run_steps
+from linear_rope.stepping import Run, Steps, is_watched, make_steps, run_steps, trains
 
 __all__ = ["Block", "Config", "Encoder", "LanguageModel"]
 
@@ -184,8 +184,8 @@ class LanguageModel(Stack):
         return self._decode(tokens, state, steps)
 
     def _steps(self, device: torch.device) -> Steps | None:
-        """Quick steps through the blocks, if the model is plain, and no part of it trains."""
-        if self.training or any(x is not None and x.training for x in self._modules.values()):
+        """Quick steps through the blocks, if the model is plain and computes as in evaluation."""
+        if self.training or trains(self._modules.values()):
             return None
         added = self.position_embedding is not None or self.config.position == "sinusoidal"
         return None if added else make_steps(self, self.blocks, device)
@@ -246,8 +246,8 @@ class LanguageModel(Stack):
             yield token  # and the caller may do anything to the model meanwhile
             if not sure:
                 steps, sure = self._steps(prompt.device), alone
-            # A model with steps is in evaluation mode, and to look at all its parts takes longer
-            # than a token does.
+            # A model with steps computes as in evaluation mode, and to look at all its parts takes
+            # longer than a token does.
             with nullcontext() if sure or steps is not None else evaluating(self) as trained:
                 if trained:
                     steps = self._steps(prompt.device)

@@ -25,7 +25,7 @@ from linear_rope.feature_base import FeatureMap
 from linear_rope.native_blocks import make_blocks
 from linear_rope.rotary import Rotary
 
-__all__ = ["Run", "Steps", "is_watched", "make_steps", "run_steps"]
+__all__ = ["Run", "Steps", "is_watched", "make_steps", "run_steps", "trains"]
 
 # x (batch, 1, dim) and a layer's state -> the same after the layer
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
@@ -154,7 +154,7 @@ def _is_plain(block: Any) -> bool:
     layer, weight = block.attention, getattr(block.attention.query, "weight", None)
     phi, rotary = layer.feature_map, layer.rotary
     return bool(
-        not (layer.mixed or any(part.training for part in block.modules()))
+        not (layer.mixed or trains(block.modules()))
         and layer.backend in ("auto", "recurrent")
         and isinstance(phi, FeatureMap)
         and not phi.log_space
@@ -163,6 +163,15 @@ def _is_plain(block: Any) -> bool:
         and weight.dtype in (torch.float32, torch.float64)
         and not (is_watched(block) or is_watched(layer))
     )
+
+
+# Their mode changes nothing, and a new one is in training mode.
+MODELESS = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.ModuleList)
+
+
+def trains(parts: Iterable[nn.Module | None]) -> bool:
+    """Whether any of the parts is in training mode and may compute otherwise for it."""
+    return any(part is not None and part.training and type(part) not in MODELESS for part in parts)
 
 
 def is_watched(module: nn.Module) -> bool:

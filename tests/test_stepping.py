@@ -161,9 +161,7 @@ def test_sizes_rows_and_instruction_sets(rows, options, level, native_taken, mon
 
 
 def test_what_is_kept_is_made_anew_after_any_change(taken, native_taken):
-    """Weights moved, replaced or retyped, settings, hooks: each is seen by the next token.
-
-    (New parts in evaluation mode: one that trains takes the long way.)"""
+    """Weights moved, replaced or retyped, settings, hooks: each is seen by the next token."""
     model = LanguageModel(Config(**SIZES, output_gate=True)).eval()
     layer = model.blocks[1].attention
 
@@ -178,12 +176,12 @@ def test_what_is_kept_is_made_anew_after_any_change(taken, native_taken):
     changes = [
         lambda: model.blocks[0].up.weight.data.mul_(3.0),  # in place: nothing to make anew
         lambda: setattr(layer.key.weight, "data", torch.randn(16, 16)),
-        lambda: setattr(layer, "query", torch.nn.Linear(16, 16).eval()),
+        lambda: setattr(layer, "query", torch.nn.Linear(16, 16)),
         lambda: setattr(model.blocks[0].down, "weight", torch.nn.Parameter(torch.randn(16, 64))),
         lambda: setattr(layer, "denominator", "none"),
         lambda: setattr(model.blocks[0].mlp_norm, "eps", 1.0),
         lambda: setattr(layer, "output_gate", None),
-        lambda: setattr(model, "blocks", torch.nn.ModuleList([model.blocks[0]]).eval()),
+        lambda: setattr(model, "blocks", torch.nn.ModuleList([model.blocks[0]])),
         lambda: model.double(),
     ]
     for change in changes:
