@@ -192,6 +192,22 @@ def test_what_is_kept_is_made_anew_after_any_change(taken, native_taken):
     copy.deepcopy(model), pickle.dumps(model)  # what is kept is not part of the model
 
 
+def test_a_part_that_trains_takes_the_long_way(taken):
+    """With its dropout; but for parts that compute the same in either mode."""
+    model = LanguageModel(Config(**SIZES, dropout=0.5)).eval()
+    _, state = model.prefill(torch.tensor([[1, 2]]))
+    token = torch.tensor([3])
+    want, _ = model.decode(token, state)
+    model.blocks[1].attention.key.train()
+    assert torch.equal(model.decode(token, state)[0], want) and len(taken) == 2
+    for part in (model.dropout, model.blocks[0].dropout, model.blocks[1]):
+        part.train()
+        assert not torch.allclose(model.decode(token, state)[0], want)
+        part.eval()
+    assert len(taken) == 2
+    assert torch.equal(model.decode(token, state)[0], want) and len(taken) == 3
+
+
 @pytest.mark.parametrize("options", [{}, {"block": "llama"}])
 def test_numbers_that_stay_in_place_but_are_read_otherwise(options):
     """Pruned, and transposed: `parameter.data` begins where it did."""
