@@ -326,7 +326,8 @@ def _label_ends(
 
 
 def _spread(wanted: Sequence[float], step: float) -> list[float]:
-    """Move ascending places apart to at least `step`, each cluster about its own center."""
+    """Move ascending places apart to at least `step`, each cluster about its own center, and none
+    below the axes by more than half a line, where other words are."""
     clusters: list[list[float]] = []  # [sum of (wanted - index * step), size]
     for place in wanted:
         clusters.append([place, 1.0])
@@ -335,11 +336,12 @@ def _spread(wanted: Sequence[float], step: float) -> list[float]:
             if sum_b / size_b - sum_a / size_a >= step * (size_a + size_b) / 2:
                 break
             clusters[-2:] = [[sum_a + sum_b, size_a + size_b]]
-    return [
-        total / size + (index - (size - 1) / 2) * step
-        for total, size in clusters
-        for index in range(int(size))
-    ]
+    places: list[float] = []
+    for total, size in clusters:
+        for index in range(int(size)):
+            place = total / size + (index - (size - 1) / 2) * step
+            places.append(max(place, places[-1] + step if places else -0.05))
+    return places
 
 
 def _titles(

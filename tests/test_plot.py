@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from enwik8.decay_figure import (
 from enwik8.errors import UserError
 from enwik8.methods import METHODS
 from enwik8.metrics import column_names
-from enwik8.plot import COLORS, curves_figure, plot, style_of
+from enwik8.plot import COLORS, _spread, curves_figure, plot, style_of
 
 ROOT = Path(__file__).parents[1]
 
@@ -432,3 +433,12 @@ def test_twenty_arms_have_twenty_colors() -> None:
     arms = [name for name in METHODS if name.startswith(("best", "softmax-rope"))][:20]
     styles = style_of([*arms, "softmax-rope"])
     assert len({style["color"] for style in styles.values()}) == len(styles) >= 20
+
+
+def test_labels_of_many_arms_stay_above_the_note() -> None:
+    step = 1.1 / 15
+    places = _spread([0.1] * 14 + [0.9, 1.0], step)
+    assert places[0] >= -0.05 and places[-1] <= 1.06
+    gaps = [b - a for a, b in pairwise(places)]
+    assert min(gaps) >= step - 1e-9
+    assert _spread([0.2, 0.9], step) == pytest.approx([0.2, 0.9])  # where there is room
