@@ -133,5 +133,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _leave_the_others(failed: bool) -> None:
+    """Close the connection to the other processes of a launcher, if there are any.
+
+    A thread of gloo's that outlives the interpreter can abort the process (exit code -6) when all
+    is done and saved: pytorch/pytorch, pull request 179291. Other backends close together, and
+    after a failure that may be waiting for nobody.
+    """
+    distributed = sys.modules.get("torch.distributed")  # commands import torch if they need it
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return
+    if not failed or distributed.get_backend() == "gloo":
+        distributed.destroy_process_group()
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    _leave_the_others(failed=exit_code == 2)
+    sys.exit(exit_code)

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
 from linear_rope.arguments import (
     DENOMINATORS,
     ROTATE,
@@ -148,7 +150,8 @@ class Config:
             )
         if self.block == "llama" and self.bias:
             raise ValueError("block='llama' has no biases; use bias=False, or block='gpt'")
-        make_decay(self.decay, 1, 1)  # refuses what it must
+        with torch.device("meta"):  # without values, so that no random number is drawn
+            make_decay(self.decay, 1, 1)  # refuses what it must
         check_local(self.local_heads, self.window, self.heads, self.kv_heads)
         if self.attention == "softmax":
             check_softmax(self.decay, self.local_heads)
@@ -173,7 +176,8 @@ class Config:
                 check_unturned(self.rotary_scaling)
             if is_selective(self.rotary_scaling):
                 base, fraction = self.rotary_base, self.rotary_fraction
-                make_selective(self.rotary_scaling, 4, 1, 4, base, fraction, self.pairing)
+                with torch.device("meta"):
+                    make_selective(self.rotary_scaling, 4, 1, 4, base, fraction, self.pairing)
                 kv_heads = self.kv_heads or self.heads
                 far = kv_heads - self.local_heads * kv_heads // self.heads
                 if self.attention == "linear" and far > 0 and self.dim % far:

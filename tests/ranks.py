@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
@@ -75,6 +76,8 @@ def _child(rank: int, world: int, port: int, work: Callable[..., None], given: A
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     work(rank, *given)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # as the command line does, or gloo can abort at exit
 
 
 @contextmanager

@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 import ranks
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from ranks import before_step, engine, terminate_me, tiny, write_text
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import linear_rope
+from enwik8 import __main__ as command_line
 from enwik8 import train as training
 from enwik8.errors import UserError
 from enwik8.interrupt import Interrupted
@@ -232,3 +235,27 @@ def test_a_signal_to_torchrun_ends_all_resumably(folder: Path, signum: int) -> N
     _, errors = process.communicate(timeout=60)
     assert process.returncode != 0 and "--resume goes on" in errors
     assert len(rows(out)) == torch.load(out / "checkpoint.pt")["step"] >= 3
+
+
+@pytest.mark.parametrize(
+    "backend, failed, stays",
+    [
+        ("gloo", False, False),
+        ("gloo", True, False),
+        ("fake", False, False),
+        ("fake", True, True),
+    ],
+)
+def test_a_command_closes_its_connection(
+    backend: str, failed: bool, stays: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = (
+        {"init_method": f"file://{tmp_path}/meet"} if backend == "gloo" else {"store": FakeStore()}
+    )
+    dist.init_process_group(backend, rank=0, world_size=1, **where)
+    try:
+        command_line._leave_the_others(failed)
+        assert dist.is_initialized() is stays
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -162,3 +162,11 @@ def test_to_count_draws_nothing(name: str) -> None:
         model = LanguageModel(config)
     model.to_empty(device="cpu").initialize(3)
     assert model(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
+
+
+def test_a_config_draws_no_random_number() -> None:
+    before = torch.get_rng_state()
+    for name, method in METHODS.items():
+        if method.overrides.get("attention") != PERFORMER:
+            Config(**{**SMALL, "max_length": 8, **method.overrides})
+            assert torch.equal(torch.get_rng_state(), before), name
