@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -580,42 +581,61 @@ def test_a_step_from_a_state_compiles(kind: str) -> None:
         assert judge.error(a.double(), b.double()) <= 1e-11
 
 
+def typical(error: Callable[[LanguageModel, Tensor], Tensor], kind: str) -> Tensor:
+    """The median of errors over five draws of model and tokens: norms of near to nothing make
+    single models ill-conditioned, with softmax attention as well. With everything, rounding the
+    weights alone moved a logit by 0.4 in one of 40 draws, and by 0.06 in half of them."""
+    errors = []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = LanguageModel(Config(**{**SIZES, "tie_embeddings": False, **KINDS[kind]}))
+        errors.append(error(model, random_tokens(2, 9)))
+    return torch.stack(errors).median(0).values
+
+
+def relative(got: Tensor, want: Tensor) -> Tensor:
+    return ((got - want).norm() / want.norm()).detach()
+
+
 @every_kind
 def test_autocast_is_close_and_trains(kind: str) -> None:
-    model = LanguageModel(Config(**{**SIZES, "tie_embeddings": False, **KINDS[kind]}))
-    tokens = random_tokens(2, 9)
-    targets = random_tokens(2, 9).flatten()
-    want = model(tokens)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        got, state = model(tokens, return_state=True)
-        step = model(tokens[:, :1], state=state)
-    assert got.dtype == torch.bfloat16 and step.isfinite().all()
-    torch.testing.assert_close(got.float(), want, atol=0.08, rtol=0.08)
-    grads = gradients(model, F.cross_entropy(got.flatten(0, 1).float(), targets))
-    assert all(g.dtype == torch.float32 for g in grads)
-    exact = gradients(model, F.cross_entropy(want.flatten(0, 1), targets))
-    a, b = (torch.cat([g.flatten() for g in x]) for x in (grads, exact))
-    assert (a - b).norm() <= 0.12 * b.norm()
+    def error(model: LanguageModel, tokens: Tensor) -> Tensor:
+        targets = tokens.flip(0).flatten()
+        want = model(tokens)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            got, state = model(tokens, return_state=True)
+            step = model(tokens[:, :1], state=state)
+        assert got.dtype == torch.bfloat16 and step.isfinite().all()
+        grads = gradients(model, F.cross_entropy(got.flatten(0, 1).float(), targets))
+        assert all(g.dtype == torch.float32 for g in grads)
+        exact = gradients(model, F.cross_entropy(want.flatten(0, 1), targets))
+        a, b = (torch.cat([g.flatten() for g in x]) for x in (grads, exact))
+        return torch.stack([relative(got, want), relative(a, b)])
+
+    of_logits, of_gradients = typical(error, kind)
+    tolerance = 0.03 if "everything" in kind else 0.015
+    assert of_logits <= tolerance and of_gradients <= 3 * tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @every_kind
 def test_models_of_low_precision(kind: str, dtype: torch.dtype) -> None:
-    model = LanguageModel(Config(**{**SIZES, "tie_embeddings": False, **KINDS[kind]}))
-    tokens = random_tokens(2, 9)
-    want = model(tokens)
-    model.to(dtype)
-    got, state = model(tokens, return_state=True)
-    assert got.dtype == dtype
-    tolerance = 0.02 if dtype == torch.float16 else 0.15
-    torch.testing.assert_close(got.float(), want, atol=tolerance, rtol=tolerance)
-    step = model(tokens[:, :1], state=state)
-    assert step.dtype == dtype and step.isfinite().all()
-    for layer in state.layers:
-        if isinstance(layer, MixedState) and layer.rotation is not None:
-            assert layer.rotation.phase.dtype == torch.float64
-    grads = gradients(model, F.cross_entropy(got.flatten(0, 1).float(), tokens.flatten()))
-    assert all(g.isfinite().all() for g in grads)
+    def error(model: LanguageModel, tokens: Tensor) -> Tensor:
+        want = model(tokens)
+        model.to(dtype)
+        got, state = model(tokens, return_state=True)
+        assert got.dtype == dtype
+        step = model(tokens[:, :1], state=state)
+        assert step.dtype == dtype and step.isfinite().all()
+        for layer in state.layers:
+            if isinstance(layer, MixedState) and layer.rotation is not None:
+                assert layer.rotation.phase.dtype == torch.float64
+        grads = gradients(model, F.cross_entropy(got.flatten(0, 1).float(), tokens.flatten()))
+        assert all(g.isfinite().all() for g in grads)
+        return relative(got, want)
+
+    tolerance = 0.03 if "everything" in kind else 0.015
+    assert typical(error, kind) <= (tolerance if dtype == torch.bfloat16 else tolerance / 8)
 
 
 # ---- Bad input -----------------------------------------------------------------------------------
