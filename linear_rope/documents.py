@@ -8,6 +8,7 @@ documents is inside one differentiable operation that works on slices.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -15,12 +16,41 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from linear_rope.causal import causal_product
 from linear_rope.positions import can_read, has_values
 
-__all__ = ["product_by_document"]
+__all__ = ["full_product", "product_by_document"]
 
 # Tokens a document on average, below which a loop over documents costs more than it saves.
 FEWEST = 32
+
+
+def full_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    state: Tensor | None,
+    log_decay: Tensor | None,
+    fresh: Tensor | None,
+    backend: str,
+    chunk_size: int | None,
+) -> tuple[Tensor, Tensor]:
+    """The non-causal counterpart of `causal_product`: every query sees its whole document."""
+    if fresh is None:
+        S = k.mT @ v
+        return q @ S, S
+    if backend not in ("reference", "recurrent"):  # those are differentiable twice
+        done = product_by_document(q, k, v, fresh)
+        if done is not None:
+            return done
+    # What a token sees is what is before it and what is behind it, and itself once.
+    one_way = partial(causal_product, backend=backend, chunk_size=chunk_size)
+    before, S = one_way(q, k, v, fresh=fresh)
+    # Backward in time a document begins where forward the next one does, one token earlier.
+    fresh = fresh.roll(-1, 1).flip(1)  # (a row's first token never begins one)
+    behind, _ = one_way(q.flip(2), k.flip(2), v.flip(2), fresh=fresh)
+    return before + behind.flip(2) - (q * k).sum(-1, keepdim=True) * v, S
 
 
 def product_by_document(

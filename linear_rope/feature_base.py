@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
-__all__ = ["FeatureMap", "full_precision", "log_floor"]
+__all__ = ["FeatureMap", "Map", "full_precision", "log_floor"]
 
 
 def log_floor(dtype: torch.dtype) -> float:
@@ -61,3 +63,6 @@ class FeatureMap(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.head_dim} -> {self.feature_dim}"
+
+
+Map = FeatureMap | Callable[[Tensor], Tensor]  # what a `feature_map` may be, but for its name

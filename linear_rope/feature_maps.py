@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from linear_rope.elementwise import elu_plus_one, relu
-from linear_rope.feature_base import FeatureMap, full_precision, log_floor
+from linear_rope.feature_base import FeatureMap, Map, full_precision, log_floor
 from linear_rope.random_features import (
     RandomFeatures,
     ReluRandomFeatures,
@@ -59,6 +60,7 @@ __all__ = [
     "log_floor",
     "make_feature_map",
     "orthogonal_gaussian",
+    "resolve_feature_map",
 ]
 
 
@@ -334,3 +336,39 @@ def make_feature_map(name: str, head_dim: int, **options: object) -> FeatureMap:
         return FEATURE_MAPS[name](head_dim, **options)
     except TypeError as error:
         raise ValueError(f"feature map {name!r} does not take these options: {error}") from None
+
+
+def resolve_feature_map(feature_map: str | Map, q: Tensor) -> Map:
+    """The map that an argument means, for queries of that width.
+
+    Raises:
+        ValueError: it is no name of a map without weights and no function, or of another width.
+    """
+    if isinstance(feature_map, str):
+        # Graphs do not see through a cache, and do not need it.
+        by_name = _by_name if torch.compiler.is_compiling() else _by_name_once
+        return by_name(feature_map, q.shape[-1])
+    if not callable(feature_map):
+        raise ValueError(
+            f"feature_map={feature_map!r} must be a name, such as 'elu+1', a FeatureMap, or a "
+            "function of (..., head width)"
+        )
+    if isinstance(feature_map, FeatureMap) and feature_map.head_dim != q.shape[-1]:
+        raise ValueError(
+            f"feature_map was made for heads of width {feature_map.head_dim}, "
+            f"but q has width {q.shape[-1]}"
+        )
+    return feature_map
+
+
+def _by_name(name: str, width: int) -> FeatureMap:
+    phi = make_feature_map(name, width)
+    if next(phi.buffers(), None) is not None or next(phi.parameters(), None) is not None:
+        raise ValueError(
+            f"feature_map={name!r} holds weights, which a function cannot keep: build it once with "
+            f"make_feature_map({name!r}, {width}) and pass the module"
+        )
+    return phi
+
+
+_by_name_once = lru_cache(maxsize=64)(_by_name)  # to make a module takes longer than a step

@@ -13,7 +13,7 @@ output shrinks as the position grows (`output_norm` undoes that).
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,29 +28,24 @@ from linear_rope.arguments import (
     check_heads,
     check_state,
 )
-from linear_rope.causal import (
-    FORGET,
-    FUSED,
-    causal_product,
-    check_chunk_size,
-    choose_backend,
-    work_dtype,
-)
+from linear_rope.causal import FUSED, causal_product, check_chunk_size, choose_backend
 from linear_rope.causal.division import FLOAT16_MAX, divisor
-from linear_rope.cosformer import CosFormer
 from linear_rope.decoding import decode_step, is_plain_step
-from linear_rope.documents import product_by_document
-from linear_rope.feature_maps import EluPlusOne, FeatureMap, Relu, make_feature_map
+from linear_rope.documents import full_product
+from linear_rope.feature_base import Map
+from linear_rope.feature_maps import FeatureMap, resolve_feature_map
+from linear_rope.fused import fused, tables_of
 from linear_rope.permute import Permute, ratio_product
 from linear_rope.positions import boundaries, next_position, resolve_positions
-from linear_rope.rotary import Rotary, Rotation, check_rotation
-from linear_rope.rotary_variants import AxialRotary, LearnedRotary
+from linear_rope.rotary import Rotary, Rotation, check_rotation, check_width
 from linear_rope.segments import resolve_segments
-from linear_rope.stabilizer import Map, both_features
+from linear_rope.stabilizer import both_features
 from linear_rope.states import AttentionState
 from linear_rope.xpos import XPos, fade_clock, fading_product
 
 __all__ = ["DENOMINATORS", "ROTATE", "linear_attention"]
+
+Product = Callable[..., tuple[Tensor, Tensor]]  # sums of k v^T: what each query reads, and the last
 
 
 def linear_attention(
@@ -128,7 +123,7 @@ def linear_attention(
         ValueError: arguments that do not fit; the message names the argument, value and remedy.
     """
     check_heads(q=q, k=k, v=v)
-    phi = _feature_map(feature_map, q)
+    phi = resolve_feature_map(feature_map, q)
     check_chunk_size(chunk_size)
     if (
         state is not None
@@ -228,12 +223,12 @@ def linear_attention(
         }
         tables = None
         if causal and shared["backend"] in FUSED:
-            tables = _tables(rotary, at_q, dtype)
+            tables = tables_of(rotary, at_q, dtype)
         if tables is not None:
-            out, S, z, top = _fused(phi, q, k, v, rotary, tables, output_norm, **shared)
+            out, S, z, top = fused(phi, q, k, v, rotary, tables, output_norm, **shared)
         else:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-            form: Callable[..., tuple[Tensor, Tensor]] = causal_product if causal else _full_product
+            form: Product = causal_product if causal else full_product
             if isinstance(rotary, XPos | Permute) and fades and after is not None:
                 clock = fade_clock(
                     at_k,
@@ -267,7 +262,7 @@ def _composed(
     rotary: Rotation | None,
     at_q: Tensor,
     at_k: Tensor,
-    form: Callable[..., tuple[Tensor, Tensor]],
+    form: Product,
     causal: bool,
     *,
     denominator: str,
@@ -286,7 +281,7 @@ def _composed(
     )
     turned_q, turned_k = phi_q, phi_k
     if rotary is not None:
-        _check_width(rotary, phi_q)
+        check_width(rotary, phi_q)
         turned_q, turned_k = rotary(phi_q, at_q), rotary(phi_k, at_k)
     if key_mask is not None:
         v = v.masked_fill(~key_mask[:, None, :, None], 0.0)
@@ -317,118 +312,8 @@ def _composed(
     return out, S, z, top
 
 
-# Rotations that are nothing but a table of angles (a class of one's own may do more).
-TABLED = (Rotary, AxialRotary, CosFormer, LearnedRotary)
-
-NOTHING = (None, None)
-
-
-def _tables(
-    rotary: Rotation | None, at: Tensor, dtype: torch.dtype
-) -> tuple[Tensor | None, Tensor | None] | None:
-    """cos and sin for a fused form; None if it cannot serve: it trains and fades nothing."""
-    if rotary is None:
-        return NOTHING
-    if type(rotary) not in TABLED:
-        return None
-    cos, sin = rotary.tables(at, dtype)  # type: ignore[attr-defined]
-    return None if cos.requires_grad else (cos, sin)
-
-
-def _fused(
-    phi: Map,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rotary: Rotation | None,
-    tables: tuple[Tensor | None, Tensor | None],
-    wide: bool,
-    *,
-    denominator: str,
-    key_mask: Tensor | None,
-    log_decay: Tensor | None,
-    fresh: Tensor | None,
-    state: AttentionState | None,
-    backend: str,
-    chunk_size: int | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same as `_composed`, by a form that never holds the features of a whole sequence."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    if state is not None and state.S.dtype != dtype:  # a state may be wider
-        dtype = torch.promote_types(dtype, state.S.dtype)
-    named, eps = "none", 0.0
-    scale: Tensor | float = 1.0
-    top = None if state is None else state.stabilizer
-    if type(phi) in (EluPlusOne, Relu) and key_mask is None:
-        named, eps = ("relu", phi.eps) if isinstance(phi, Relu) else ("elu+1", 0.0)
-        top = torch.zeros(k.shape[:2], dtype=dtype, device=k.device) if top is None else top.clone()
-    else:
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        q, k, scale, log_decay, top = both_features(
-            phi, q, k, True, key_mask, log_decay, fresh, denominator, top
-        )
-        if key_mask is not None:
-            v = v.masked_fill(~key_mask[:, None, :, None], 0.0)
-    if rotary is not None:
-        _check_width(rotary, q)
-    if work_dtype(q.dtype) != dtype:
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-    cos, sin = (None if x is None else x.to(dtype) for x in tables)
-    out, S, z = FUSED[backend](
-        q,
-        k,
-        v,
-        cos=cos,
-        sin=sin,
-        g=None if log_decay is None else log_decay.to(dtype).clamp(min=FORGET),
-        fresh=fresh,
-        S0=None if state is None else state.S.to(dtype),
-        z0=None if state is None else state.z.to(dtype),
-        phi=named,
-        eps=eps,
-        pairing=getattr(rotary, "pairing", "interleaved"),
-        denominator=denominator,
-        wide=wide,
-        chunk=chunk_size or 0,
-    )
-    if denominator == "none" and isinstance(scale, Tensor):
-        out = out * scale
-    return out, S, z, top
-
-
-def _feature_map(feature_map: str | Map, q: Tensor) -> Map:
-    if isinstance(feature_map, str):
-        # Graphs do not see through a cache, and do not need it.
-        by_name = _by_name if torch.compiler.is_compiling() else _by_name_once
-        return by_name(feature_map, q.shape[-1])
-    if not callable(feature_map):
-        raise ValueError(
-            f"feature_map={feature_map!r} must be a name, such as 'elu+1', a FeatureMap, or a "
-            "function of (..., head width)"
-        )
-    if isinstance(feature_map, FeatureMap) and feature_map.head_dim != q.shape[-1]:
-        raise ValueError(
-            f"feature_map was made for heads of width {feature_map.head_dim}, "
-            f"but q has width {q.shape[-1]}"
-        )
-    return feature_map
-
-
-def _by_name(name: str, width: int) -> FeatureMap:
-    phi = make_feature_map(name, width)
-    if next(phi.buffers(), None) is not None or next(phi.parameters(), None) is not None:
-        raise ValueError(
-            f"feature_map={name!r} holds weights, which a function cannot keep: build it once with "
-            f"make_feature_map({name!r}, {width}) and pass the module"
-        )
-    return phi
-
-
-_by_name_once = lru_cache(maxsize=64)(_by_name)  # to make a module takes longer than a step
-
-
 def _grouped(
-    product: Callable[..., tuple[Tensor, Tensor]],
+    product: Product,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -441,39 +326,3 @@ def _grouped(
     turns = q.unflatten(1, (k.shape[1], -1)).unbind(2)
     results = [product(turn, k, v, state=state) for turn in turns]
     return torch.stack([out for out, _ in results], dim=2).flatten(1, 2), results[0][1]
-
-
-def _full_product(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    state: Tensor | None,
-    log_decay: Tensor | None,
-    fresh: Tensor | None,
-    backend: str,
-    chunk_size: int | None,
-) -> tuple[Tensor, Tensor]:
-    """The non-causal counterpart of `causal_product`: every query sees its whole document."""
-    if fresh is None:
-        S = k.mT @ v
-        return q @ S, S
-    if backend not in ("reference", "recurrent"):  # those are differentiable twice
-        done = product_by_document(q, k, v, fresh)
-        if done is not None:
-            return done
-    # What a token sees is what is before it and what is behind it, and itself once.
-    one_way = partial(causal_product, backend=backend, chunk_size=chunk_size)
-    before, S = one_way(q, k, v, fresh=fresh)
-    # Backward in time a document begins where forward the next one does, one token earlier.
-    fresh = fresh.roll(-1, 1).flip(1)  # (a row's first token never begins one)
-    behind, _ = one_way(q.flip(2), k.flip(2), v.flip(2), fresh=fresh)
-    return before + behind.flip(2) - (q * k).sum(-1, keepdim=True) * v, S
-
-
-def _check_width(rotary: Rotation, features: Tensor) -> None:
-    if rotary.width != features.shape[-1]:
-        raise ValueError(
-            f"rotary was made for width {rotary.width} but the feature map gives "
-            f'{features.shape[-1]} features; with rotate="after" use Rotary({features.shape[-1]})'
-        )

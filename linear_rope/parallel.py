@@ -39,13 +39,13 @@ from linear_rope.exchange import (
     total_decay,
     unpack,
 )
-from linear_rope.functional import TABLED
+from linear_rope.feature_base import Map
 from linear_rope.functional import linear_attention as attend
+from linear_rope.fused import TABLED
 from linear_rope.model import Encoder, LanguageModel
 from linear_rope.positions import resolve_positions
 from linear_rope.rotary import Rotation
 from linear_rope.rotary_variants import AxialRotary
-from linear_rope.stabilizer import Map
 from linear_rope.states import AttentionState
 
 __all__ = ["first_positions", "linear_attention", "sequence_parallel"]

@@ -231,6 +231,14 @@ def check_rotation(
             )
 
 
+def check_width(rotary: Rotation, features: Tensor) -> None:
+    if rotary.width != features.shape[-1]:
+        raise ValueError(
+            f"rotary was made for width {rotary.width} but the feature map gives "
+            f'{features.shape[-1]} features; with rotate="after" use Rotary({features.shape[-1]})'
+        )
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairing: str = "interleaved") -> Tensor:
     """Turn each pair (a, b) of x into (a cos - b sin, b cos + a sin).
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linear_rope.feature_base import FeatureMap, peak_floor
+from linear_rope.feature_base import Map, peak_floor
 from linear_rope.segments import segment_max, segmented_cummax
 
-__all__ = ["Map", "both_features"]
-
-Map = FeatureMap | Callable[[Tensor], Tensor]
+__all__ = ["both_features"]
 
 
 def both_features(
