@@ -21,7 +21,7 @@ from study_files import make_text, tiny
 from enwik8.__main__ import main
 from enwik8.errors import UserError
 from enwik8.interrupt import Lock
-from enwik8.study import queue, runner, speeds, worker
+from enwik8.study import estimate, queue, runner, speeds, worker
 from enwik8.study import report as reporting
 from enwik8.study.plan import parse
 
@@ -318,6 +318,23 @@ def test_memory_is_that_of_the_process_alone() -> None:
     code = "from enwik8.study.worker import _peak_memory; print(_peak_memory())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert 0 < int(done.stdout) < len(large)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc here")
+def test_the_dry_run_s_memory_is_about_what_is_used(text: str, tmp_path: Path) -> None:
+    """Two sizes, since most of a small one is the process itself."""
+    file, out = tmp_path / "it.toml", tmp_path / "out"
+    top = 'preset = "small"\narms = ["best"]'
+    sizes = "[[group]]\nseeds = [0]\n[group.sweep]\nbatch_size = [4, 16]"
+    settings = f'[settings]\ncorpus = "{text}"\nsteps = 2\nevaluate_every = 2\nthreads = 1'
+    file.write_text(f"{top}\n{settings}\n{sizes}\n")
+    assert main(["study", str(file), "--out", str(out), "--workers", "1"]) == 0
+    for run in parse(file.read_text(), str(file)).runs:
+        used = json.loads((out / "runs" / run.folder / "result.json").read_text())["peak_memory"]
+        guess = estimate.cost(run, 1000, {}, {})
+        assert guess.memory_by == "formula"
+        assert guess.memory == pytest.approx(used, rel=0.2), run.folder
 
 
 def test_a_study_is_no_work_for_several_processes(

@@ -269,6 +269,32 @@ arms = ["best", "softmax-rope-gate-llama", "softmax-rope", "softmax-rope-llama"]
 seeds = [0, 1, 2]
 """
 
+_CONTEST_20M_1024 = f"""\
+title = "The contest in windows of 1,024 bytes, at 20.5 million tokens"
+{_FINALISTS}
+[settings]
+corpus = "enwik8-first-4000000-bytes"
+length = 1024
+batch_size = 4
+steps = 5000
+evaluate_every = 250
+checkpoint_every = 250
+
+[[group]]
+name = "the recipe, without rotation too, and softmax attention with its gate"
+arms = ["best", "softmax-rope-gate-llama", "best-no-rope"]
+seeds = [0]
+[group.settings]
+learning_rate = 4e-3
+
+[[group]]
+name = "softmax attention"
+arms = ["softmax-rope", "softmax-rope-llama"]
+seeds = [0]
+[group.settings]
+learning_rate = 2e-3
+"""
+
 STUDIES: Mapping[str, str] = MappingProxyType(
     {
         "demo": _DEMO,
@@ -278,5 +304,6 @@ STUDIES: Mapping[str, str] = MappingProxyType(
         "contest-rates": _CONTEST_RATES,
         "contest-1024": _CONTEST_1024,
         "contest-20m": _CONTEST_20M,
+        "contest-20m-1024": _CONTEST_20M_1024,
     }
 )
