@@ -131,12 +131,16 @@ class Run:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.hash = BatchHash(corpus.sha256)
 
+    def unwrapped(self) -> Any:
+        """The model without what several processes, or a compiler, have put around it."""
+        return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+
     def state(self) -> dict[str, Any]:
         """The content of a checkpoint; with FSDP all processes must ask for it."""
         scaler = self.accelerator.scaler
         return {
             "config": self.record,
-            "model": whole(self.accelerator.unwrap_model(self.model).state_dict()),
+            "model": whole(self.unwrapped().state_dict()),
             "optimizer": whole(self.optimizer.state_dict()),
             "scaler": scaler.state_dict() if scaler is not None else {},
             "step": self.step,
@@ -150,7 +154,7 @@ class Run:
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to the checkpoint; its record is kept, as that of the run's beginning."""
         self.record = state["config"]
-        module = self.accelerator.unwrap_model(self.model)
+        module = self.unwrapped()
         load_whole(module, self.optimizer, state["model"], state["optimizer"])
         if self.accelerator.scaler is not None and state["scaler"]:
             self.accelerator.scaler.load_state_dict(state["scaler"])
@@ -223,7 +227,7 @@ class Run:
         ``report`` is told the share that is done.
         """
         value = split_bits_per_byte(
-            self.accelerator.unwrap_model(self.model),  # keeps its mixed precision
+            self.unwrapped(),  # keeps its mixed precision
             self.corpus.valid,
             self.settings.length,
             # As many windows at once as fit in training; there is no gradient to store.

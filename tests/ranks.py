@@ -83,8 +83,12 @@ def _child(rank: int, world: int, port: int, work: Callable[..., None], given: A
 @contextmanager
 def engine(**environment: str) -> Iterator[None]:
     """A fresh engine, which reads this environment, on the processes' old connection."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+
+    def reset() -> None:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+    reset()
     before = dict(os.environ)
     os.environ.update(environment)
     try:
@@ -92,6 +96,7 @@ def engine(**environment: str) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
+        reset()
 
 
 @contextmanager

@@ -101,3 +101,16 @@ def test_accelerate_launch_is_enough(folder: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert_same_run(out, folder / "one", TOLERANCE)
+
+
+def test_a_compiled_run_is_an_ordinary_one(folder: Path) -> None:
+    """As `accelerate launch --dynamo_backend` asks for; stopped, and gone on with uncompiled."""
+    text, out = folder / "text.txt", folder / "compiled"
+    with engine(ACCELERATE_DYNAMO_BACKEND="EAGER"):
+        run = Run(tiny(text), ARM, load_corpus(str(text)), "")
+        assert run.model is not run.module
+        with before_step(3, terminate_me), pytest.raises(Interrupted):
+            train(tiny(text), ARM, out)
+    train(tiny(text), ARM, out, resume=True)
+    assert_same_run(out, folder / "one", TOLERANCE)
+    assert load_model(out).model.generate(torch.zeros(1, 1, dtype=torch.int64), 5).shape == (1, 6)
