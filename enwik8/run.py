@@ -131,8 +131,9 @@ class Run:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.hash = BatchHash(corpus.sha256)
 
-    def unwrapped(self) -> Any:
-        """The model without what several processes, or a compiler, have put around it."""
+    def plain(self) -> Any:
+        """The model without what several processes, or a compiler, have put around it: the names of
+        its parameters are those of one process that compiles nothing."""
         return self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
 
     def state(self) -> dict[str, Any]:
@@ -140,7 +141,7 @@ class Run:
         scaler = self.accelerator.scaler
         return {
             "config": self.record,
-            "model": whole(self.unwrapped().state_dict()),
+            "model": whole(self.plain().state_dict()),
             "optimizer": whole(self.optimizer.state_dict()),
             "scaler": scaler.state_dict() if scaler is not None else {},
             "step": self.step,
@@ -154,7 +155,7 @@ class Run:
     def restore(self, state: dict[str, Any]) -> None:
         """Go back to the checkpoint; its record is kept, as that of the run's beginning."""
         self.record = state["config"]
-        module = self.unwrapped()
+        module = self.plain()
         load_whole(module, self.optimizer, state["model"], state["optimizer"])
         if self.accelerator.scaler is not None and state["scaler"]:
             self.accelerator.scaler.load_state_dict(state["scaler"])
@@ -227,7 +228,8 @@ class Run:
         ``report`` is told the share that is done.
         """
         value = split_bits_per_byte(
-            self.unwrapped(),  # keeps its mixed precision
+            # Not `plain`: this keeps its mixed precision, and under FSDP what gathers its parts.
+            self.accelerator.unwrap_model(self.model),
             self.corpus.valid,
             self.settings.length,
             # As many windows at once as fit in training; there is no gradient to store.

@@ -47,6 +47,8 @@ def sharded(rank: int, folder: Path, text: Path) -> None:
         assert torch.load(folder / name / "checkpoint.pt")["step"] == 3
         with engine(**second):
             train(tiny(text), ARM, folder / name, resume=True)
+    with engine(**FSDP, ACCELERATE_DYNAMO_BACKEND="EAGER"):
+        train(tiny(text), ARM, folder / "compiled parts")
     ranks.late_evaluation(rank, text, ARM, folder / "late", **FSDP)
     old, refused = {**FSDP, "FSDP_VERSION": "1"}, pytest.raises(UserError, match="fsdp_version 2")
     with engine(**old), refused:
@@ -62,7 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("run", ["parts", "halves", "mixed", "turned"])
+@pytest.mark.parametrize("run", ["parts", "halves", "mixed", "turned", "compiled parts"])
 def test_parts_train_as_one_process_also_after_a_signal(folder: Path, run: str) -> None:
     assert_same_run(folder / run, folder / "one", TOLERANCE)
 
