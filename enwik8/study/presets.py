@@ -132,14 +132,14 @@ learning_rate = 2e-3
 
 [[group]]
 name = "ablations of the recipe"
-arms = ["best-denominator", "best-rope-before", "best-gpt"]
+arms = ["best-denominator", "best-rope-before", "best-gpt", "best-no-gate"]
 seeds = [0]
 [group.settings]
 learning_rate = 4e-3
 
 [[group]]
-name = "the recipe without decay, and without its gate"
-arms = ["best-no-decay", "best-no-gate"]
+name = "the recipe without decay"
+arms = ["best-no-decay"]
 seeds = [0]
 [group.settings]
 learning_rate = 8e-3
@@ -168,7 +168,7 @@ learning_rate = 1.6e-2
 
 [[group]]
 name = "ablations"
-arms = ["best-denominator", "best-rope-before", "best-gpt"]
+arms = ["best-denominator", "best-rope-before", "best-gpt", "best-no-gate"]
 seeds = [0]
 [group.sweep]
 learning_rate = [2e-3, 4e-3, 8e-3]
@@ -181,8 +181,8 @@ seeds = [0]
 learning_rate = [2e-3, 4e-3, 8e-3]
 
 [[group]]
-name = "the recipe without decay, and without its gate"
-arms = ["best-no-decay", "best-no-gate"]
+name = "the recipe without decay"
+arms = ["best-no-decay"]
 seeds = [0]
 [group.sweep]
 learning_rate = [4e-3, 8e-3, 1.6e-2]

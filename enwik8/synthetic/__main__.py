@@ -20,7 +20,7 @@ from .train import Settings
 
 ARMS = (
     *("softmax-rope", "elu-none", "elu-rope"),
-    *("best", "best-no-rope", "best-no-decay", "elu-selective-decay"),
+    *("best", "best-no-rope", "best-no-decay", "elu-selective-decay", "elu-rope-decay-spread"),
 )
 
 
