@@ -149,6 +149,9 @@ def test_from_a_file_to_a_page(
         (run / "checkpoint.pt").unlink()
     file.write_text(file.read_text().replace("factors = [1, 3]", "factors = [1, 2]"))
     assert main(["study", str(file), "--out", str(out)]) == 0 and not here
+    # What can no more be measured is not said to be impossible.
+    rows = (out / "summary.md").read_text().split("| bits per byte | 1x")[1].split("\n\n")[0]
+    assert rows.count(" - |") >= 3 and "cannot" not in rows
 
 
 def test_what_only_the_model_and_the_text_can_tell(

@@ -280,7 +280,8 @@ def _long_table(each: Condition, factors: Sequence[int], unit: str) -> Table:
         cells = [Cell(row.arm, None)]
         for factor in factors:
             value = row.long(factor)
-            cells.append(_cell(value) if isinstance(value, Interval) else Cell("cannot", None))
+            # A reason says that it cannot; without one it has not been read yet.
+            cells.append(Cell("cannot", None) if isinstance(value, str) else _cell(value))
         rows.append(tuple(cells))
     return Table(names, tuple(rows))
 
