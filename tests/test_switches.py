@@ -581,16 +581,19 @@ def test_a_step_from_a_state_compiles(kind: str) -> None:
         assert judge.error(a.double(), b.double()) <= 1e-11
 
 
-def typical(error: Callable[[LanguageModel, Tensor], Tensor], kind: str) -> Tensor:
-    """The median of errors over five draws of model and tokens: norms of near to nothing make
-    single models ill-conditioned, with softmax attention as well. With everything, rounding the
-    weights alone moved a logit by 0.4 in one of 40 draws, and by 0.06 in half of them."""
+def over_draws(
+    error: Callable[[LanguageModel, Tensor], Tensor], kind: str
+) -> tuple[Tensor, Tensor]:
+    """The median and the largest of errors in five draws of model and tokens: norms of near to
+    nothing make single models ill-conditioned, with softmax attention as well. With everything,
+    rounding the weights alone moved a logit by 0.4 in one of 40 draws, by 0.06 in half of them."""
     errors = []
     for seed in range(5):
         torch.manual_seed(seed)
         model = LanguageModel(Config(**{**SIZES, "tie_embeddings": False, **KINDS[kind]}))
         errors.append(error(model, random_tokens(2, 9)))
-    return torch.stack(errors).median(0).values
+    found = torch.stack(errors)
+    return found.median(0).values, found.amax(0)
 
 
 def relative(got: Tensor, want: Tensor) -> Tensor:
@@ -612,9 +615,10 @@ def test_autocast_is_close_and_trains(kind: str) -> None:
         a, b = (torch.cat([g.flatten() for g in x]) for x in (grads, exact))
         return torch.stack([relative(got, want), relative(a, b)])
 
-    of_logits, of_gradients = typical(error, kind)
+    typical, largest = over_draws(error, kind)
     tolerance = 0.03 if "everything" in kind else 0.015
-    assert of_logits <= tolerance and of_gradients <= 3 * tolerance
+    assert typical[0] <= tolerance and typical[1] <= 3 * tolerance
+    assert largest[0] <= 3 * tolerance
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -635,7 +639,9 @@ def test_models_of_low_precision(kind: str, dtype: torch.dtype) -> None:
         return relative(got, want)
 
     tolerance = 0.03 if "everything" in kind else 0.015
-    assert typical(error, kind) <= (tolerance if dtype == torch.bfloat16 else tolerance / 8)
+    tolerance = tolerance if dtype == torch.bfloat16 else tolerance / 8
+    typical, largest = over_draws(error, kind)
+    assert typical <= tolerance and largest <= 3 * tolerance
 
 
 # ---- Bad input -----------------------------------------------------------------------------------
