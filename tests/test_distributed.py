@@ -88,6 +88,8 @@ def dense(rank: int, folder: Path, text: Path) -> None:
         train(tiny(text), ARM, folder / "dense")
     builtins.open, linear_rope.advance_random_features = plain_open, plain_advance
     torch.save({"opened": opened, "drawn": drawn}, folder / f"seen-{rank}.pt")
+    with engine(ACCELERATE_DYNAMO_BACKEND="EAGER"):
+        train(tiny(text), ARM, folder / "compiled")
     with engine(), before_step(3, terminate_me if rank == 1 else lambda: None):
         with pytest.raises(Interrupted) as ended:
             train(tiny(text), ARM, folder / "halves")
@@ -160,8 +162,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_two_processes_train_as_one(folder: Path) -> None:
-    assert_same_run(folder / "dense", folder / "one", TOLERANCE)
+@pytest.mark.parametrize("run", ["dense", "compiled"])
+def test_two_processes_train_as_one(folder: Path, run: str) -> None:
+    assert_same_run(folder / run, folder / "one", TOLERANCE)
 
 
 def test_a_signal_to_one_process_ends_both_and_the_run_goes_on_bit_by_bit(folder: Path) -> None:
