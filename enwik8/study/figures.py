@@ -53,7 +53,7 @@ def _new(
 ) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH, height))
     FigureCanvasAgg(figure)
-    axes = figure.add_axes((0.085, 0.72 / height, 0.645, 1 - 1.32 / height))
+    axes = figure.add_axes((0.1, 0.72 / height, 0.63, 1 - 1.32 / height))
     frame(axes, "", xlabel=xlabel)
     axes.set_ylabel(ylabel, fontsize=10.5, color=INK)
     words: dict[str, Any] = {"va": "top", "parse_math": False}
