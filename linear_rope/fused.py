@@ -19,15 +19,13 @@ __all__ = ["TABLED", "fused", "tables_of"]
 # Rotations that are nothing but a table of angles (a class of one's own may do more).
 TABLED = (Rotary, AxialRotary, CosFormer, LearnedRotary)
 
-NOTHING = (None, None)
-
 
 def tables_of(
     rotary: Rotation | None, at: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None] | None:
     """cos and sin for a fused form; None if it cannot serve: it trains and fades nothing."""
     if rotary is None:
-        return NOTHING
+        return None, None
     if type(rotary) not in TABLED:
         return None
     cos, sin = rotary.tables(at, dtype)  # type: ignore[attr-defined]

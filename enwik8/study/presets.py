@@ -1,6 +1,7 @@
 """Studies by name, as the text of their files: what `study NAME` runs and copies.
 
-All but `demo` are those of results/, on the same part of enwik8.
+All but `demo` are on the same part of enwik8 as the studies of results/, whose log says how much of
+each was run.
 """
 
 from __future__ import annotations
