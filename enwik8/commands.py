@@ -111,8 +111,8 @@ class Compare:
 class Study:
     """Run a study (arms x seeds x settings, as a file) and write its report.
 
-    Writes study.toml, runs/, summary.md, table.csv, runs.csv, figures and report.html. The same
-    command again skips finished runs and goes on with interrupted ones; Ctrl-C is safe.
+    Writes study.toml, runs/, summary.md, table.csv, runs.csv, curves.csv, figures and report.html.
+    The same command again skips finished runs and goes on with interrupted ones; Ctrl-C is safe.
     """
 
     file: Positional[str | None] = None
@@ -155,9 +155,9 @@ class Plot:
     """
 
     folders: Positional[tuple[Path, ...]]
-    """Run folders or comparison folders; several are drawn together."""
+    """Folders of runs or comparisons, or a study's curves.csv; several are drawn together."""
     out: Path | None = None
-    """Folder for curves.png and curves.svg (none: the first of the folders)."""
+    """Folder for curves.png and curves.svg (none: the first of the folders, or the file's)."""
     smoothing: float = 0.9
     """Factor of the exponential average of the training curve; 0: none."""
     title: str | None = None

@@ -1,5 +1,7 @@
 """Reading the logs of finished, running or killed runs: `metrics.csv` and `config.json`.
 
+A study's `curves.csv`, the points that it publishes of its runs, is read like a log without config.
+
 Everything that looks at results (`plot`, `summary`) starts from these files alone.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from enwik8.objectives import CAUSAL, OBJECTIVES, Objective
 Floats = NDArray[np.float64]
 Columns = dict[str, NDArray[Any]]
 
-TEXT = ("arm", "batch_hash")  # every other column is a number
+TEXT = ("arm", "batch_hash", "corpus")  # every other column is a number
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,11 @@ class Run:
         return np.asarray(self.columns[self.objective.train_column], dtype=np.float64)
 
     @property
+    def spaced(self) -> bool:
+        """Whether steps are left out between the rows, as in a study's `curves.csv`."""
+        return bool((np.diff(np.asarray(self.columns["step"], dtype=np.float64)) > 1).any())
+
+    @property
     def validation(self) -> tuple[Floats, Floats]:
         """(tokens, loss in the objective's unit) of the steps with a finite validation value."""
         values = np.asarray(self.columns[self.objective.validation_column], dtype=np.float64)
@@ -70,9 +77,9 @@ def read_metrics(path: str | Path) -> Columns:
     """Read a run's or a comparison's `metrics.csv`.
 
     Returns a dict from column name to an array of one entry a row: float64 for numbers (an empty
-    cell is NaN; "nan" and "inf" are kept), str for `arm` and `batch_hash`. A comparison's log has
-    `arm` and `seed` in front. Zero rows give empty arrays. The last line is left out if it has no
-    end-of-line, which is how a kill in the middle of a write looks.
+    cell is NaN; "nan" and "inf" are kept), str for `arm`, `batch_hash` and `corpus`. A comparison's
+    log has `arm` and `seed` in front. Zero rows give empty arrays. The last line is left out if it
+    has no end-of-line, which is how a kill in the middle of a write looks.
 
     Raises:
         UserError: the file is missing, unreadable, not a metrics log, or damaged before its end.
@@ -150,6 +157,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 def load_runs(folders: str | Path | Iterable[str | Path]) -> list[Run]:
     """Load every run of the given folders, each a run or a comparison, in order of appearance.
 
+    A study's `curves.csv` may stand for a folder.
+
     Equal arms of different folders count as seeds of one arm when they differ in the seed only;
     otherwise the folder's name is added to the arm's.
 
@@ -186,6 +195,8 @@ def objective_of(runs: Sequence[Run]) -> Objective:
 
 
 def _load_folder(folder: Path) -> list[Run]:
+    if folder.is_file():
+        return _load_points(folder)
     if not folder.is_dir():
         raise UserError(
             f"{folder} is not a folder: give one written by `python -m enwik8 train` or `compare`"
@@ -194,7 +205,8 @@ def _load_folder(folder: Path) -> list[Run]:
     if (folder / "study.toml").exists():
         raise UserError(
             f"{folder} holds a study: `python -m enwik8 study --out {folder} --report-only` draws "
-            f"its figures, and the folders below {folder / 'runs'} can be drawn one by one"
+            f"its figures, and {folder / 'curves.csv'} or the folders below {folder / 'runs'} can "
+            "be drawn here"
         )
     logs = sorted((folder / "runs").glob("*/metrics.csv"))
     if not (folder / "metrics.csv").exists() and logs:  # a comparison killed before its end
@@ -205,19 +217,45 @@ def _load_folder(folder: Path) -> list[Run]:
     if "arm" not in columns:
         arm = str(config.get("arm") or folder.name)
         return [Run(arm, _seed(config), _last_of_each_step(columns), config, folder)]
-    seeds = columns.get("seed", np.zeros(len(columns["arm"])))
-    pairs = list(dict.fromkeys(zip(columns["arm"].tolist(), seeds.tolist(), strict=True)))
     runs = []
-    for arm, seed in pairs:
-        rows = (columns["arm"] == arm) & (seeds == seed)
-        part = {name: values[rows] for name, values in columns.items()}
-        own = folder / "runs" / f"{arm}-seed{int(seed)}"
+    for arm, seed, part in _by_arm_and_seed(columns):
+        own = folder / "runs" / f"{arm}-seed{seed}"
         own_config = read_config(own) or {**config, **_of_arm(config, arm)}
-        runs.append(Run(arm, int(seed), _last_of_each_step(part), own_config, own))
+        runs.append(Run(arm, seed, part, own_config, own))
     if not runs:  # a header and nothing else: runs without rows, so that figures say so
         names = _arm_names(config) or [folder.name]
         runs = [Run(arm, 0, columns, {**config, **_of_arm(config, arm)}, folder) for arm in names]
     return runs
+
+
+def _load_points(path: Path) -> list[Run]:
+    """The runs of a study's `curves.csv`; columns of the other objective, if any, are left out."""
+    columns = read_metrics(path)
+    if "arm" not in columns or not len(columns["arm"]):
+        raise UserError(
+            f"{path} holds no curves of a study (rows under a column arm): give a study's "
+            "curves.csv, or the folder of a run or a comparison"
+        )
+    runs = []
+    for arm, seed, part in _by_arm_and_seed(columns):
+        for objective in OBJECTIVES.values():
+            names = (objective.train_column, objective.validation_column)
+            if all(name in part and np.isnan(part[name]).all() for name in names):
+                part = {name: values for name, values in part.items() if name not in names}
+        text = str(part["corpus"][0]) if "corpus" in part else "an unknown corpus"
+        config = {"corpus": {"name": text.split(" (")[0], "description": text}}
+        runs.append(Run(arm, seed, part, config, path.parent))
+    return runs
+
+
+def _by_arm_and_seed(columns: Columns) -> Iterator[tuple[str, int, Columns]]:
+    """The rows of each arm and seed, in order of appearance."""
+    seeds = columns.get("seed", np.zeros(len(columns["arm"])))
+    pairs = dict.fromkeys(zip(columns["arm"].tolist(), seeds.tolist(), strict=True))
+    for arm, seed in pairs:
+        rows = (columns["arm"] == arm) & (seeds == seed)
+        part = {name: values[rows] for name, values in columns.items()}
+        yield arm, int(seed), _last_of_each_step(part)
 
 
 def _arm_names(config: dict[str, Any]) -> list[str]:

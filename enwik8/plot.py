@@ -118,9 +118,12 @@ def plot(
     """Draw the training and validation curves of runs and comparisons over tokens.
 
     Args:
-        folders: one or several folders with a `metrics.csv` (and `config.json`, if there).
-        out: folder that gets `curves.png` and `curves.svg`; default: the first of `folders`.
-        smoothing: factor of the training curve's exponential average, see `smooth`.
+        folders: one or several folders with a `metrics.csv` (and `config.json`, if there), or
+            a study's `curves.csv`.
+        out: folder that gets `curves.png` and `curves.svg`; default: the first of `folders`, or
+            the folder of that file.
+        smoothing: factor of the training curve's exponential average, see `smooth`; not for
+            `curves.csv`, which holds means of many steps.
         title: replaces the first line, which names the corpus.
 
     Returns:
@@ -135,7 +138,9 @@ def plot(
     folders = [folders] if isinstance(folders, (str, Path)) else list(folders)
     runs = load_runs(folders)
     figure = curves_figure(runs, smoothing=smoothing, title=title)
-    return save_figure(figure, Path(folders[0] if out is None else out) / "curves")
+    first = Path(folders[0])
+    beside = first.parent if first.is_file() else first
+    return save_figure(figure, Path(beside if out is None else out) / "curves")
 
 
 def curves_figure(
@@ -157,7 +162,9 @@ def curves_figure(
         raw = {"color": style["color"], "linewidth": 0.7, "alpha": 0.25, "rasterized": rasterized}
         for run in seeds:
             _line(training, run.tokens, run.train, label=f"{arm}, each step", **raw)
-        smoothed = [(run.tokens, smooth(run.train, smoothing)) for run in seeds]
+        smoothed = [
+            (run.tokens, smooth(run.train, 0 if run.spaced else smoothing)) for run in seeds
+        ]
         lines = {name: style[name] for name in ("color", "linestyle")}
         averages[arm] = _mean_and_band(training, arm, smoothed, lines)
         validations[arm] = _mean_and_band(validation, arm, [run.validation for run in seeds], style)
@@ -358,6 +365,9 @@ def _titles(
         if len(corpora) > 1:
             title = "Different corpora: NOT comparable"
     notes = [f"Faint: each step; line: exponential average, factor {smoothing:g}."]
+    if spaced := [run for run in runs if run.spaced]:
+        means = "Training: means of the steps from one validation to the next"
+        notes = [f"{means}."] if len(spaced) == len(runs) else [f"{means}, or {notes[0].lower()}"]
     most = max((len(seeds) for seeds in groups.values()), default=1)
     if most > 1:
         notes.append(f"Mean of {most} seeds, band from least to greatest.")

@@ -442,3 +442,51 @@ def test_labels_of_many_arms_stay_above_the_note() -> None:
     gaps = [b - a for a, b in pairwise(places)]
     assert min(gaps) >= step - 1e-9
     assert _spread([0.2, 0.9], step) == pytest.approx([0.2, 0.9])  # where there is room
+
+
+CURVES = (
+    "arm,seed,step,tokens,train_bits_per_byte,validation_bits_per_byte,corpus\n"
+    "best,0,10,640,4.0,4.5,some text (a part)\n"
+    "best,0,20,1280,3.0,3.5,some text (a part)\n"
+    "best,1,20,1280,3.2,3.25,some text (a part)\n"
+)
+
+
+def test_the_published_curves_of_a_study_are_drawn(tmp_path: Path) -> None:
+    """Also with own runs. A study may hold two objectives, whose rows have cells of their own."""
+    file = tmp_path / "study" / "curves.csv"
+    file.parent.mkdir()
+    file.write_text(CURVES)
+    first, second = load_runs(file)
+    assert (first.arm, second.seed) == ("best", 1)
+    assert first.validation[1].tolist() == [4.5, 3.5] and second.train.tolist() == [3.2]
+    assert {path.parent for path in plot(file)} == {file.parent}
+    figure = curves_figure([first], smoothing=0.9)  # means already: not smoothed again
+    lines = {line.get_label(): line for line in figure.axes[0].get_lines()}
+    assert lines["best"].get_ydata().tolist() == [4.0, 3.0]
+    assert any(text.get_text().startswith("Training: means of") for text in figure.texts)
+    own = write_run(tmp_path / "mine", [4.0, 3.0], {2: 3.0}, arm="best")
+    assert [run.arm for run in load_runs([file, own])] == ["best (study)"] * 2 + ["best (mine)"]
+
+    rows = [line + ",," for line in CURVES.splitlines()[1:]]
+    header = CURVES.splitlines()[0] + ",train_bits_per_masked_byte,validation_bits_per_masked_byte"
+    masked = "elu-rope,0,10,640,,,some text (a part),2.0,2.5"
+    file.write_text("\n".join([header, *rows]) + "\n")
+    assert load_runs(file)[0].validation[1].tolist() == [4.5, 3.5]
+    file.write_text("\n".join([header, *rows, masked]) + "\n")
+    with pytest.raises(UserError, match=r"best in .*elu-rope in .*different quantities"):
+        load_runs(file)
+    file.write_text("\n".join([header, masked]) + "\n")
+    assert load_runs(file)[0].validation[1].tolist() == [2.5]
+
+
+def test_another_table_is_no_curves_file(tmp_path: Path) -> None:
+    file = tmp_path / "table.csv"
+    for text, match in (
+        ("arm,final\nbest,2.0\n", "no column step"),
+        (CURVES.splitlines()[0] + "\n", "holds no curves"),
+        (CURVES.replace("arm,", "name,"), "not a number"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=match):
+            plot(file)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from study_files import make_text, tiny
 
 from enwik8.__main__ import main
+from enwik8.curves import corpora_of, load_runs
 from enwik8.errors import UserError
 from enwik8.interrupt import Lock
 from enwik8.study import estimate, queue, runner, speeds, worker
@@ -105,6 +107,19 @@ def test_from_a_file_to_a_page(
         mean = sum(float(log[3]) for log in logs) / 2
         assert float(row["final"]) == pytest.approx(mean) and row["seeds"] == "0 1"
         assert (row["at_2x_length"] == "") == (row["arm"] == "elu-learned")
+
+    # The curves that it publishes are those of the logs, arms with two rates told apart.
+    curves = {(run.arm, run.seed): run for run in load_runs(out / "curves.csv")}
+    assert len(curves) == 12 and ("elu-rope/learning_rate=0.008", 1) in curves
+    for (name, seed), curve in curves.items():
+        whole = load_runs(out / "runs" / f"{name}-seed{seed}")[0]
+        assert [each.tolist() for each in curve.validation] == [
+            each.tolist() for each in whole.validation
+        ]
+        begins = [0, *curve.columns["step"].astype(int)]
+        means = [whole.train[begin:end].mean() for begin, end in pairwise(begins)]
+        assert curve.train.tolist() == pytest.approx(means)
+        assert corpora_of([curve]) == corpora_of([whole])
 
     page = (out / "report.html").read_text()
     parsed = _Page(page)

@@ -1,4 +1,4 @@
-"""The report of a study: summary.md, table.csv, runs.csv, figures, and report.html of all of it.
+"""The report of a study: tables, figures, summary.md, and report.html of all of it.
 
 Everything is made anew from the runs' files, so it can be made at any time, of a study that is
 under way too.
@@ -23,7 +23,7 @@ from .page import Cell, Picture, Table, markdown, page
 from .plan import Plan
 from .results import Result, fairness
 from .speeds import read_speeds
-from .tables import ArmRow, Condition, conditions, runs_csv, table_csv
+from .tables import ArmRow, Condition, conditions, curves_csv, runs_csv, table_csv
 
 __all__ = ["report"]
 
@@ -58,6 +58,7 @@ def report(plan: Plan, results: Sequence[Result], out: Path, command: str) -> li
         "summary.md": markdown(plan.title, parts),
         "table.csv": table_csv(found, factors),
         "runs.csv": runs_csv(results),
+        "curves.csv": curves_csv(results),
     }
     for name, text in texts.items():
         replace_file(out / name, text)

@@ -1,4 +1,7 @@
-"""Numbers of a study: a row for each arm and learning rate, with uncertainty over the seeds."""
+"""Numbers of a study: a row for each arm and learning rate, with uncertainty over the seeds.
+
+Beside them what they are made of: a row for each run, and the points of its curves.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..curves import describe_corpus
 from ..presets import Settings
 from ..statistics import Interval, interval, paired
 from ..summary import tokens_to_reach
@@ -18,7 +22,15 @@ from .plan import Plan
 from .results import Result, condition
 from .speeds import Rates, condition_slug
 
-__all__ = ["ArmRow", "Condition", "Reached", "conditions", "runs_csv", "table_csv"]
+__all__ = [
+    "ArmRow",
+    "Condition",
+    "Reached",
+    "conditions",
+    "curves_csv",
+    "runs_csv",
+    "table_csv",
+]
 
 
 @dataclass(frozen=True)
@@ -309,6 +321,39 @@ def runs_csv(results: Sequence[Result]) -> str:
         for window in run.measured.get("windows", []):
             line[f"at_{window['factor']}x_length"] = window.get("bits_per_byte")
         rows.append(line)
+    return _csv(rows)
+
+
+def curves_csv(results: Sequence[Result]) -> str:
+    """A line for each validation of each run: small enough to publish, unlike the runs' own logs.
+
+    The training loss is the mean over the steps since the run's line before. An arm with several
+    rates or settings is called after its folder, ``arm/settings``, so that
+    `enwik8.curves.load_runs` can tell its curves apart; seeds stay seeds.
+    """
+    names = [run.spec.folder.removesuffix(f"-seed{run.spec.seed}") for run in results]
+    variants: dict[str, set[str]] = {}
+    for run, name in zip(results, names, strict=True):
+        variants.setdefault(run.spec.arm, set()).add(name)
+    rows: list[Mapping[str, object]] = []
+    for run, name in zip(results, names, strict=True):
+        if run.log is None:
+            continue
+        training, objective, begin = run.log.train, run.log.objective, 0
+        validation = run.log.columns[objective.validation_column]
+        for row in np.flatnonzero(np.isfinite(validation)).tolist():
+            rows.append(
+                {
+                    "arm": run.spec.arm if len(variants[run.spec.arm]) == 1 else name,
+                    "seed": run.spec.seed,
+                    "step": int(run.log.columns["step"][row]),
+                    "tokens": int(run.log.tokens[row]),
+                    objective.train_column: float(training[begin : row + 1].mean()),
+                    objective.validation_column: float(validation[row]),
+                    "corpus": describe_corpus(run.config),
+                }
+            )
+            begin = row + 1
     return _csv(rows)
 
 
