@@ -208,6 +208,10 @@ _RECIPES: dict[str, tuple[str, dict[str, object]]] = {
         "the recipe with selective rotation and its phase gate a head",
         {**_BEST, "rotary_scaling": "selective:gate=head", "mlp_ratio": 3.3984375},
     ),
+    "best-selective-normal": (
+        "the recipe with selective rotation that starts as its authors' does",
+        {**_BEST, "rotary_scaling": "selective:convolution=normal", "mlp_ratio": 3.3984375},
+    ),
     "best-bias": (
         "the recipe with all heads' decay from 21 bytes",
         {**_BEST, "decay": "learned:bias=3"},
@@ -218,7 +222,7 @@ _RECIPES: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "best-retnet": (
         "the recipe with RetNet's fixed decay, 1 - 2^-5 to 1 - 2^-8 over four heads",
-        {**_BEST, "decay": "fixed:first=5,last=8"},
+        {**_BEST, "decay": "retnet"},
     ),
     "best-local": (
         "the recipe with one head of softmax attention to the last 64 bytes",

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linear_rope.causal import BACKENDS
+from linear_rope.causal import BACKENDS, check_signs
 from linear_rope.cosformer import CosFormer
 from linear_rope.counts import check_counts
 from linear_rope.feature_maps import Expand
 from linear_rope.permute import Permute
-from linear_rope.positions import can_read
 from linear_rope.states import AttentionState
 from linear_rope.xpos import XPos
 
@@ -237,11 +236,7 @@ def check_arguments(
             )
         if log_decay.device != q.device:
             raise ValueError(f"log_decay is on {log_decay.device} but q is on {q.device}")
-        if can_read(log_decay) and not bool((log_decay <= 0).all()):
-            raise ValueError(
-                "log_decay must be <= 0 (a factor of at most 1), and not NaN, got "
-                f"{float(log_decay.max()):.4g}; for a gate use logsigmoid"
-            )
+        check_signs(log_decay)
     if (state is not None or return_state) and not causal:
         raise ValueError("a state needs causal=True: non-causal attention sees all keys at once")
 

@@ -58,9 +58,10 @@ class RotaryLinearAttention(AttentionBase):
             ("selective:gate=head"), angles that each token adds to, whatever its position (causal
             only), see `make_selective`.
         denominator, output_norm, backend, chunk_size: see `linear_attention`.
-        decay: "none"; "fixed", a constant a head; or "learned", log_decay = logsigmoid(w x + b) a
-            key head and token, heads starting at time-scales of 4 to 4096 tokens ("learned:bias=3":
-            all at b = 3). Causal only; options: see `make_decay`.
+        decay: "none"; "fixed", a constant a head, or RetNet's own, "retnet"; or "learned",
+            log_decay = logsigmoid(w x + b) a key head and token, heads starting at time-scales of
+            4 to 4096 tokens ("learned:bias=3": all at b = 3). Causal only; options: see
+            `make_decay`.
         short_conv: tokens that a causal convolution over q, k and v sees, 0 for none (causal only),
             see `ShortConvolution`.
         token_shift: whether each channel of x mixes with that of the token before (causal only),

@@ -32,7 +32,7 @@ __all__ = [
     "spread",
 ]
 
-DECAYS = ("none", "fixed", "learned")
+DECAYS = ("none", "fixed", "retnet", "learned")
 
 # sigmoid(3) = 0.953: a time-scale of 20.6 tokens.
 BIAS = 3.0
@@ -79,9 +79,10 @@ def bias_of(tau: float) -> float:
 class FixedDecay(nn.Module):
     """gamma_h = 1 - 2^(-e_h), the same for every token: g = log(gamma_h) (RetNet's decay).
 
-    RetNet has e_h = 5 + h (arXiv 2307.08621, eq. 8): `exponents=retnet_rates(heads)`. A rate of
-    exponent e is a time-scale of about 2^e tokens, so the longest grows with the number of heads,
-    and the shortest is 31. Nothing here is learned, and nothing enters `state_dict`.
+    RetNet has e_h = 5 + h (arXiv 2307.08621, eq. 8): `exponents=retnet_rates(heads)`, or
+    decay="retnet". A rate of exponent e is a time-scale of about 2^e tokens, so the longest grows
+    with the number of heads, and the shortest is 31. Nothing here is learned, and nothing enters
+    `state_dict`.
 
     Args:
         heads: key heads.
@@ -202,7 +203,8 @@ def make_decay(text: str, dim: int, heads: int) -> FixedDecay | LearnedDecay | N
 
     Args:
         text: "none"; "fixed" (`FixedDecay`; options first and last: the exponents of the first and
-            of the last head); or "learned" (`LearnedDecay`; options first and last: their
+            of the last head); "retnet" (the same with RetNet's own exponents, `retnet_rates`, and
+            no options); or "learned" (`LearnedDecay`; options first and last: their
             time-scales in tokens, 4 and 4096 by default; or bias: where all heads start alike, such
             as bias=3): NAME or NAME:OPTION=VALUE,OPTION=VALUE, like "learned:first=4,last=4096".
         dim: width of the layer's input. heads: key heads.
@@ -237,6 +239,9 @@ def make_decay(text: str, dim: int, heads: int) -> FixedDecay | LearnedDecay | N
         scales = (shortest if first is None else first, longest if last is None else last)
         return LearnedDecay(dim, heads, scales)
 
-    known = {"none": lambda: None, "fixed": fixed, "learned": learned}
+    def retnet() -> FixedDecay:
+        return FixedDecay(heads, retnet_rates(heads))
+
+    known = {"none": lambda: None, "fixed": fixed, "retnet": retnet, "learned": learned}
     made: FixedDecay | LearnedDecay | None = build("decay", name, known, options)
     return made

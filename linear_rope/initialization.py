@@ -32,7 +32,8 @@ def initialize(
     """Draw every parameter anew; what is drawn is said at `LanguageModel.initialize`."""
     depth = (2 * layers) ** 0.5
     with torch.no_grad():
-        for name, module in model.named_modules():
+        # Parts before what holds them: a selective rotation has a say in its convolution's start.
+        for name, module in reversed(list(model.named_modules())):
             if isinstance(module, RandomFeatures):
                 module.reset(_seed(seed if features_seed is None else features_seed, name))
             elif isinstance(module, GIVEN):

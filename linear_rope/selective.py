@@ -27,6 +27,7 @@ from linear_rope.rotary_variants import make_rotary, parse
 from linear_rope.scaling import build, powers
 
 __all__ = [
+    "CONVOLUTIONS",
     "GATES",
     "TEMPERATURES",
     "GivenRotation",
@@ -38,6 +39,7 @@ __all__ = [
 ]
 
 GATES = ("none", "head", "pair")
+CONVOLUTIONS = ("identity", "normal")
 TEMPERATURES = ("rope", "random-features")
 
 # Standard deviation of the projections at the start, as in the authors' models.
@@ -97,9 +99,14 @@ class SelectiveRotation(nn.Module):
 
     **At the start.** Projections are normal of standard deviation 0.02 (full rank: columns of unit
     norm), beta and the gate's bias are 0, as in the authors' models. They draw the convolution from
-    the same distribution, which makes increments of 1e-4 rad and less; here it starts as the
-    identity (see `ShortConvolution`), and increments are some 3e-3 rad. So without bias the
-    rotation starts as almost none, with it (and no gate) as fixed RoPE of base theta: exp(0) = 1.
+    the same distribution (convolution="normal"), which makes increments of 1e-4 rad and less; by
+    default it starts as the identity here (see `ShortConvolution`), and increments are some 3e-3
+    rad. So without bias the rotation starts as almost none, with it (and no gate) as fixed RoPE of
+    base theta: exp(0) = 1.
+
+    **Left out** of the authors' implementation: a temperature that is learned, a gate a head of low
+    rank, an activation of the convolution, and differences of features in its place; none of them
+    is its default.
 
     Args:
         dim: width of x, a multiple of heads.
@@ -107,6 +114,7 @@ class SelectiveRotation(nn.Module):
         pairs: features that turn, over 2 (after a feature map: half of its features).
         rank: of the projection, or None for the full one. kernel: tokens the convolution sees.
         gate: "none", "head" or "pair" (through `rank`, or 16). bias: whether there is exp(beta).
+        convolution: its start, "identity" or "normal", see above.
         temperature, theta, temperature_max: see 6.
         pairing: which features turn together where the tables are used, see `Rotary`.
 
@@ -128,6 +136,7 @@ class SelectiveRotation(nn.Module):
         theta: float | None = None,
         temperature_max: float = 1.0,
         pairing: str = "interleaved",
+        convolution: str = "identity",
     ) -> None:
         super().__init__()
         sizes = {"dim": dim, "heads": heads, "pairs": pairs, "kernel": kernel}
@@ -142,6 +151,7 @@ class SelectiveRotation(nn.Module):
             ("gate", gate, GATES),
             ("temperature", temperature, TEMPERATURES),
             ("pairing", pairing, PAIRINGS),
+            ("convolution", convolution, CONVOLUTIONS),
         ):
             if choice not in known:
                 raise ValueError(f"{name}={choice!r} is unknown; choose one of: {', '.join(known)}")
@@ -157,7 +167,7 @@ class SelectiveRotation(nn.Module):
         if temperature == "random-features" and pairs < 2:
             raise ValueError("temperature='random-features' needs 2 pairs: the first never turns")
         self.dim, self.heads, self.pairs, self.kernel = dim, heads, pairs, kernel
-        self.gating, self.pairing = gate, pairing
+        self.gating, self.pairing, self.convolution_start = gate, pairing, convolution
         self.temperature, self.theta, self.temperature_max = temperature, theta, temperature_max
 
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
@@ -193,6 +203,9 @@ class SelectiveRotation(nn.Module):
             if self.scale is not None:
                 self.scale.fill_(1.0)
             self.convolution.reset_parameters()
+            filters = self.convolution.weight
+            if self.convolution_start == "normal" and not filters.is_meta:
+                filters.copy_(STD * torch.randn(filters.shape, generator=generator, device="cpu"))
 
     def temperatures(self, device: torch.device | str | None = None) -> Tensor:
         """(pairs,) float64: radians that a pair turns for an increment of 1."""
@@ -351,7 +364,7 @@ def make_selective(
     Args:
         text: "selective", or "selective:OPTION=VALUE,..." with options of `SelectiveRotation`:
             rank (0 for the full projection), kernel, gate, bias (0 or 1), temperature, theta,
-            temperature_max.
+            temperature_max, convolution. "selective:convolution=normal" starts as its authors do.
         dim: width of the layer's input. heads: key heads.
         width: features that turn, even. pairing: see `Rotary`.
         base, fraction: those of `Rotary`, which only their defaults fit: all features turn, and
@@ -379,6 +392,7 @@ def make_selective(
         temperature: str = "rope",
         theta: float | None = None,
         temperature_max: float = 1.0,
+        convolution: str = "identity",
     ) -> SelectiveRotation:
         for name, value in (("rank", rank), ("kernel", kernel), ("bias", bias)):
             if not isinstance(value, int):
@@ -400,6 +414,7 @@ def make_selective(
             theta=theta,
             temperature_max=temperature_max,
             pairing=pairing,
+            convolution=convolution,
         )
 
     name, options = parse(text)

@@ -33,6 +33,10 @@ def test_retnet_rates_by_hand() -> None:
     want = torch.tensor([0.96875, 0.984375, 0.9921875, 0.99609375], dtype=torch.float64)
     torch.testing.assert_close(g.exp(), want[:, None].expand(2, 4, 3))
     assert retnet_rates(8) == (5.0, 12.0)
+    named = RotaryLinearAttention(8, 4, decay="retnet").gate
+    assert isinstance(named, FixedDecay) and named.exponents == (5.0, 8.0)
+    with pytest.raises(ValueError, match="does not know the option first"):
+        RotaryLinearAttention(8, 4, decay="retnet:first=3")
 
 
 def test_rates_between_two_exponents() -> None:

@@ -91,7 +91,10 @@ def test_each_ablation_of_the_recipe_changes_one_thing() -> None:
         "best-local": {"local_heads"},
         "best-gpt": {"block"},
         "best-qk-norm": {"qk_norm"},
-        **{f"best-selective{name}": {"rotary_scaling"} for name in ("", "-rope", "-gate")},
+        **{
+            f"best-selective{name}": {"rotary_scaling"}
+            for name in ("", "-rope", "-gate", "-normal")
+        },
         **{f"best-{name}": {"decay"} for name in ("bias", "fixed", "retnet")},
     }
     divided = {

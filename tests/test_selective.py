@@ -13,7 +13,7 @@ import torch
 from judge import error, phi, turn
 from torch import Tensor
 
-from linear_rope import Rotary, linear_attention
+from linear_rope import Config, LanguageModel, Rotary, linear_attention
 from linear_rope.rotary import PAIRINGS
 from linear_rope.selective import GivenRotation, SelectiveRotation, SelectiveState
 
@@ -159,6 +159,28 @@ def test_it_starts_near_fixed_rope_with_bias_and_near_none_without() -> None:
     assert 0 < float((cos - want_cos).abs().max()) < 0.1
     assert float((sin - want_sin).abs().max()) < 0.1
     assert 0 < float(still.abs().max()) < 0.1
+
+
+def test_it_starts_as_its_authors_do_if_told_to() -> None:
+    """Also in a model that draws all parameters anew, where the convolution is a part by itself."""
+    scaling = "selective:convolution=normal"
+    config = Config(vocab_size=5, dim=64, heads=2, layers=1, rotary_scaling=scaling)
+    model, again = LanguageModel(config), LanguageModel(config)
+    again.initialize(3)
+    model.initialize(3)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])
+    drawn = [
+        rotation.convolution.weight
+        for rotation in (SelectiveRotation(512, 4, 64, convolution="normal"),)
+    ]
+    drawn += [
+        part.convolution.weight for part in model.modules() if isinstance(part, SelectiveRotation)
+    ]
+    assert len(drawn) == 2
+    for weight in drawn:
+        assert 0.015 < float(weight.detach().std()) < 0.025
+        assert abs(float(weight[:, -1].detach().mean())) < 0.02  # not the identity plus noise
 
 
 def angle_of(cos: Tensor, sin: Tensor) -> list[float]:
@@ -379,6 +401,7 @@ X = torch.zeros(2, 5, DIM)
         (lambda: SelectiveRotation(DIM, 5, 2), "heads=5 does not divide dim=12"),
         (lambda: SelectiveRotation(DIM, HEADS, 2, gate="no"), "gate='no' is unknown"),
         (lambda: SelectiveRotation(DIM, HEADS, 2, temperature="x"), "temperature='x' is unknown"),
+        (lambda: SelectiveRotation(DIM, HEADS, 2, convolution="x"), "convolution='x' is unknown"),
         (lambda: SelectiveRotation(DIM, HEADS, 2, theta=0.5), "theta=0.5 does not fit"),
         (
             lambda: SelectiveRotation(DIM, HEADS, 2, temperature="random-features", theta=2.0),

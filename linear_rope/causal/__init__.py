@@ -22,6 +22,7 @@ from linear_rope.causal.native import build_native
 from linear_rope.causal.operator import FusedForm, work_dtype
 from linear_rope.causal.recurrent import recurrent
 from linear_rope.causal.reference import reference
+from linear_rope.positions import can_read
 
 __all__ = [
     "BACKENDS",
@@ -31,6 +32,7 @@ __all__ = [
     "build_native",
     "causal_product",
     "check_chunk_size",
+    "check_signs",
     "choose_backend",
     "say_single_token",
     "work_dtype",
@@ -75,7 +77,7 @@ def causal_product(
         q, k: queries and keys (usually rotated features), (batch, head, time, features).
         v: values, (batch, head, time, value width).
         log_decay: g <= 0, (batch, head, time); None is no decay. -inf forgets the past exactly.
-            Signs are the caller's promise: they are checked in `linear_attention`, not here.
+            Signs are checked where that costs no wait, see `check_signs`.
         fresh: (batch, time) bool, True where a new document begins: the state is forgotten there,
             exactly, and nothing of it comes back through rounding.
         state: S_0, (batch, head, features, value width); None is zeros.
@@ -92,7 +94,8 @@ def causal_product(
         Gradients flow to every input and through both states.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not fit, an unknown backend.
+        ValueError: shapes, dtypes or devices that do not fit, a positive log_decay, an unknown
+            backend.
 
     Source: Katharopoulos et al. 2020 (arXiv 2006.16236, eq. 9-12); the decay as in Sun et al. 2023
     (RetNet, arXiv 2307.08621, eq. 6-7).
@@ -181,6 +184,15 @@ def say_single_token(step: str, device: str) -> None:
     logger.info('backend="auto" is %s for single tokens on %s', step, device)
 
 
+def check_signs(log_decay: Tensor) -> None:
+    """Refuses a decay that grows or is NaN; on a GPU or in a trace it is the caller's promise."""
+    if can_read(log_decay) and not bool((log_decay <= 0).all()):
+        raise ValueError(
+            "log_decay must be <= 0 (a factor of at most 1), and not NaN, got "
+            f"{float(log_decay.max()):.4g}; for a gate use logsigmoid"
+        )
+
+
 def _check(
     q: Tensor,
     k: Tensor,
@@ -230,6 +242,8 @@ def _check(
             )
         if not x.is_floating_point():
             raise ValueError(f"{name} must be a floating-point tensor, got dtype {x.dtype}")
+    if log_decay is not None:
+        check_signs(log_decay)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(
             f"q, k and v must share a dtype, got {q.dtype}, {k.dtype} and {v.dtype}; convert one "
