@@ -121,7 +121,7 @@ def _one_a_row(positions: Any, batch: int) -> bool:
 
 def _is_decay(g: Tensor, shape: torch.Size, device: torch.device) -> bool:
     fits = isinstance(g, Tensor) and g.shape == shape[:3] and g.device == device
-    return fits and not (can_read(g) and not bool((g <= 0).all()))
+    return fits and not (can_read(g) and bool((g > 0).any()))
 
 
 def decode_step(

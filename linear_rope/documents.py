@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from linear_rope.causal import causal_product
+from linear_rope.causal import checked_product
 from linear_rope.positions import can_read, has_values
 
 __all__ = ["full_product", "product_by_document"]
@@ -45,7 +45,7 @@ def full_product(
         if done is not None:
             return done
     # What a token sees is what is before it and what is behind it, and itself once.
-    one_way = partial(causal_product, backend=backend, chunk_size=chunk_size)
+    one_way = partial(checked_product, backend=backend, chunk_size=chunk_size)
     before, S = one_way(q, k, v, fresh=fresh)
     # Backward in time a document begins where forward the next one does, one token earlier.
     fresh = fresh.roll(-1, 1).flip(1)  # (a row's first token never begins one)

@@ -28,7 +28,7 @@ from linear_rope.arguments import (
     check_heads,
     check_state,
 )
-from linear_rope.causal import FUSED, causal_product, check_chunk_size, choose_backend
+from linear_rope.causal import FUSED, check_chunk_size, checked_product, choose_backend
 from linear_rope.causal.division import FLOAT16_MAX, divisor
 from linear_rope.decoding import decode_step, is_plain_step
 from linear_rope.documents import full_product
@@ -228,7 +228,7 @@ def linear_attention(
             out, S, z, top = fused(phi, q, k, v, rotary, tables, output_norm, **shared)
         else:
             q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-            form: Product = causal_product if causal else full_product
+            form: Product = checked_product if causal else full_product
             if isinstance(rotary, XPos | Permute) and fades and after is not None:
                 clock = fade_clock(
                     at_k,

@@ -195,9 +195,9 @@ def _blocks(
         allowed = allowed & (of_query[:, :, None] == cut(of_key, 1, reach)[:, None, :])
     allowed = (allowed | (behind == 0)).unsqueeze(1)
     # 3. Attention a block, and the blocks in a row again.
-    out = F.scaled_dot_product_attention(
-        q, keys, values, attn_mask=allowed, enable_gqa=heads != keys.shape[1]
-    )
+    # Chosen by a branch: a traced comparison of lengths is no bool, which torch asks for.
+    grouped = {"enable_gqa": True} if heads != keys.shape[1] else {}
+    out = F.scaled_dot_product_attention(q, keys, values, attn_mask=allowed, **grouped)
     out = out.unflatten(0, (batch, number)).transpose(1, 2).flatten(2, 3)
     return out[:, :, :length]
 

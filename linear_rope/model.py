@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from linear_rope.arguments import check_key_mask, check_tensors
 from linear_rope.block import Block
 from linear_rope.config import Config
+from linear_rope.counts import check_counts
 from linear_rope.decoding import is_plain_state
 from linear_rope.losses import linear_cross_entropy, next_tokens
 from linear_rope.modes import evaluating
@@ -289,8 +290,7 @@ class LanguageModel(Stack):
                 tokens whose probabilities sum to at least p (nucleus sampling, arXiv 1904.09751).
             generator: the source of randomness; None is torch's global one.
         """
-        if max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must not be negative")
+        check_counts(0, max_new_tokens=max_new_tokens)
         check_sampling(temperature, top_k, top_p)
         self._check_first(prompt, key_mask, state)
         options = (temperature, top_k, top_p, generator)

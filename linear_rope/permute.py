@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from linear_rope.causal import causal_product
+from linear_rope.causal import checked_product
 from linear_rope.positions import resolve_positions
 
 __all__ = ["Permute", "ratio_product"]
@@ -152,5 +152,5 @@ def ratio_product(
     fade = log.repeat_interleave(k.shape[1] // permute.heads)[:, None] * steps[:, None]
     ratio, last = fade[..., :-1].to(q.dtype), fade[..., -1:, None].exp()
     both = ratio if log_decay is None else ratio + log_decay
-    out, after = causal_product(q, k, v, state=state, log_decay=both, fresh=fresh, **form)
+    out, after = checked_product(q, k, v, state=state, log_decay=both, fresh=fresh, **form)
     return out, after * last.to(after.dtype)

@@ -9,7 +9,7 @@ Rules that change theta are in `linear_rope.scaling`, other rotations in
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -67,6 +67,10 @@ class Rotary:
     pairing: str = "interleaved"
     scaling: Scaling | None = None
 
+    # How many features turn: the largest even number within `fraction * width`. Kept as a number,
+    # since torch.compile with dynamic shapes can make no size of a float.
+    rotated_width: int = field(init=False, repr=False, compare=False)
+
     axes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
@@ -77,6 +81,9 @@ class Rotary:
                 "or rotate a fraction of them"
             )
         check_rates(self.base, self.fraction)
+        # The small addition keeps a fraction such as 0.7 of 10, which is 6.999..., from losing one.
+        turning = int(self.width * self.fraction + 1e-9) // 2 * 2
+        object.__setattr__(self, "rotated_width", turning)
         if self.rotated_width < 2:
             raise ValueError(
                 f"rotary fraction={self.fraction} must leave at least one pair of the {self.width} "
@@ -91,12 +98,6 @@ class Rotary:
                 f"scaling={self.scaling!r} must be a rule, such as Linear(factor=4), or None; "
                 "linear_rope.scaling.make_scaling makes one by its name"
             )
-
-    @property
-    def rotated_width(self) -> int:
-        """How many features turn: the largest even number within `fraction * width`."""
-        # The small addition keeps a fraction such as 0.7 of 10, which is 6.999..., from losing one.
-        return int(self.width * self.fraction + 1e-9) // 2 * 2
 
     @property
     def by_length(self) -> bool:

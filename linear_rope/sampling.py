@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from linear_rope.counts import is_count
+
 __all__ = ["check_sampling", "pick"]
 
 
@@ -12,8 +14,8 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
     """Refuses sampling options that mean nothing, before the first token is computed."""
     if not temperature >= 0:
         raise ValueError(f"temperature={temperature} must be at least 0 (0 is greedy)")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k={top_k} must be at least 1; None keeps all tokens")
+    if top_k is not None and not (is_count(top_k) and top_k >= 1):
+        raise ValueError(f"top_k={top_k!r} must be an integer of at least 1; None keeps all tokens")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p={top_p} must be in (0, 1]; None keeps all tokens")
 

@@ -11,14 +11,14 @@ A state always stands at its own `position`, so that nothing needs to be added t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from linear_rope.causal import causal_product
+from linear_rope.causal import checked_product
 from linear_rope.positions import can_read, has_values
 from linear_rope.rotary import Rotary
 
@@ -50,6 +50,9 @@ class XPos(Rotary):
     gamma: float = 0.4
     scale_base: float = 512.0
 
+    # Positions over which the fastest pair fades by about e^-8; as a number, see `rotated_width`.
+    reach: int = field(init=False, repr=False, compare=False)
+
     title: ClassVar[str] = "xPos"
 
     def __post_init__(self) -> None:
@@ -58,16 +61,13 @@ class XPos(Rotary):
             value = getattr(self, name)
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name}={value} of xPos must be a positive number")
+        reach = EXPONENT * self.scale_base / -math.log(self.gamma / (1 + self.gamma))
+        object.__setattr__(self, "reach", max(1, round(reach)))
 
     def zeta(self, device: torch.device | str | None = None) -> Tensor:
         """zeta_j, float64, (rotated width / 2,)."""
         j = torch.arange(0, self.rotated_width, 2, dtype=torch.float64, device=device)
         return (j / self.rotated_width + self.gamma) / (1 + self.gamma)
-
-    @property
-    def reach(self) -> int:
-        """Positions over which the fastest pair fades by about e^-8."""
-        return max(1, round(EXPONENT * self.scale_base / -math.log(self.gamma / (1 + self.gamma))))
 
     def log_fade(self) -> Tensor:
         """What each feature's logarithm loses a position (<= 0), float64 on the CPU, (width,)."""
@@ -155,7 +155,7 @@ def fading_product(
         origin = clock[:, begin : begin + 1]
         if state is not None:
             state = state * faded(origin - stands).mT
-        out, state = causal_product(
+        out, state = checked_product(
             q[:, :, part] * faded(clock[:, part] - origin),
             k[:, :, part] * faded(origin - clock[:, part]),
             v[:, :, part],

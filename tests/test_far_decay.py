@@ -1,6 +1,8 @@
-"""Eq. 19 with decay and rotation together: over 65,536 tokens, and with a decay of nothing."""
+"""Eq. 19 with decay and rotation: over 65,536 tokens, with a decay of nothing, and of NaN."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import judge
 import pytest
@@ -8,7 +10,7 @@ import torch
 from forms import BACKENDS
 from torch import Tensor
 
-from linear_rope import Rotary, linear_attention
+from linear_rope import Rotary, RotaryLinearAttention, linear_attention
 from linear_rope.arguments import DENOMINATORS
 
 LENGTH = 1 << 16
@@ -70,3 +72,40 @@ def test_a_decay_of_nothing_changes_no_bit(
     for plain, decayed in zip(*found, strict=True):
         assert plain.detach().abs().max() > 0.01
         assert torch.equal(plain, decayed)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_in_a_decay_shows_and_is_no_error(backend: str) -> None:
+    """A gate has it from its input, as q, k and v do: a diverged loss is NaN, on any device."""
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(1, 2, 90, 4, generator=generator) for _ in range(3))
+    g = torch.full((1, 2, 90), -0.1)
+    g[0, 1, 80] = torch.nan
+    options: Any = {"log_decay": g, "rotary": Rotary(4), "backend": backend}
+    out, state = linear_attention(q, k, v, return_state=True, **options)
+    assert out[0, 1, 80:].isnan().all() and state.S[0, 1].isnan().all()
+    assert out[0, 0].isfinite().all() and state.S[0, 0].isfinite().all()
+    step = [x[:, :, -1:] for x in (q, k, v)]
+    options["log_decay"] = torch.full((1, 2, 1), torch.nan)
+    assert linear_attention(*step, state=state, **options).isnan().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decay": "learned"},
+        {"decay": "learned", "feature_map": "favor+"},
+        {"decay": "fixed", "short_conv": 3, "token_shift": True, "local_heads": 1, "window": 4},
+        {"decay": "learned", "rotary_scaling": "selective", "output_gate": True},
+    ],
+    ids=str,
+)
+def test_nans_at_pads_reach_no_real_token(options: dict[str, Any], backend: str) -> None:
+    layer = RotaryLinearAttention(16, 2, backend=backend, **options)
+    x = torch.randn(2, 70, 16, generator=torch.Generator().manual_seed(3))
+    mask = torch.ones(2, 70, dtype=torch.bool)
+    mask[0, :40], mask[1, 50:] = False, False
+    want = layer(x, key_mask=mask)
+    got = layer(x.masked_fill(~mask[..., None], torch.nan), key_mask=mask)
+    assert torch.equal(got[mask], want[mask])

@@ -123,6 +123,34 @@ def test_a_masked_step_from_a_state_compiles(kind: str) -> None:
     torch.testing.assert_close(list(got_after), list(after), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("_fresh_compiler")
+def test_layers_that_turn_other_shares_compile_one_by_one() -> None:
+    """The second one's share would become a symbol, of which no size can be made."""
+    x = torch.randn(2, 9, 16)
+    for fraction in (1.0, 0.5):
+        layer = RotaryLinearAttention(16, 2, rotary_fraction=fraction)
+        got = torch.compile(layer, backend=BACKEND)(x)
+        torch.testing.assert_close(got, layer(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_fresh_compiler")
+@pytest.mark.parametrize(
+    "options",
+    [{"rotary_fraction": 0.5, "pairing": "half"}, {"local_heads": 1, "window": 5}, {"kv_heads": 1}],
+    ids=str,
+)
+def test_a_model_compiles_for_lengths_that_change(options: dict[str, Any]) -> None:
+    config = Config(vocab_size=11, dim=16, heads=2, layers=1, decay="learned", **options)
+    model = LanguageModel(config)
+    compiled = torch.compile(model, fullgraph=True, backend=BACKEND, dynamic=True)
+    for batch, time in ((2, 40), (3, 31), (1, 150)):
+        tokens = torch.randint(11, (batch, time))
+        got, want = compiled(tokens), model(tokens)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+        close(gradients(model, loss_of(got, tokens)), gradients(model, loss_of(want, tokens)), 1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     os.environ.get("LINEAR_ROPE_TEST_INDUCTOR") != "1" or shutil.which("g++") is None,

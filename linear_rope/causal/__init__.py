@@ -9,6 +9,7 @@ Feature maps, rotation and denominators are somebody else's business (`linear_ro
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from functools import cache
 
@@ -33,6 +34,7 @@ __all__ = [
     "causal_product",
     "check_chunk_size",
     "check_signs",
+    "checked_product",
     "choose_backend",
     "say_single_token",
     "work_dtype",
@@ -101,6 +103,28 @@ def causal_product(
     (RetNet, arXiv 2307.08621, eq. 6-7).
     """
     _check(q, k, v, log_decay, fresh, state, chunk_size)
+    return checked_product(
+        q, k, v, log_decay=log_decay, fresh=fresh, state=state, backend=backend,
+        chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+def checked_product(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    fresh: Tensor | None = None,
+    state: Tensor | None = None,
+    backend: str = "auto",
+    chunk_size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`causal_product` for callers that have checked what they were given.
+
+    What they make of it may break the promise by rounding: a decay of nothing and the differences
+    of a stabilizer add up to 5e-8.
+    """
     dtype = torch.float32
     for x in (q, k, v, log_decay, state):
         if x is not None:
@@ -185,11 +209,15 @@ def say_single_token(step: str, device: str) -> None:
 
 
 def check_signs(log_decay: Tensor) -> None:
-    """Refuses a decay that grows or is NaN; on a GPU or in a trace it is the caller's promise."""
-    if can_read(log_decay) and not bool((log_decay <= 0).all()):
+    """Refuses a decay that grows; on a GPU or in a trace it is the caller's promise.
+
+    A NaN passes, and makes NaNs, as one in q, k or v does: a gate has it from its input.
+    """
+    if can_read(log_decay) and bool((log_decay > 0).any()):
+        largest = float(log_decay.detach().nan_to_num(-math.inf).max())
         raise ValueError(
-            "log_decay must be <= 0 (a factor of at most 1), and not NaN, got "
-            f"{float(log_decay.max()):.4g}; for a gate use logsigmoid"
+            f"log_decay must be <= 0 (a factor of at most 1), got {largest:.4g}; for a gate use "
+            "logsigmoid"
         )
 
 

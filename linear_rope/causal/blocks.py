@@ -64,7 +64,7 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, chunk: int, total: int | None = Non
     batch, heads, time = q.shape[:3]
     features, values = k.shape[3], v.shape[3]
     chunk = max(1, min(chunk or default_chunk(features, values), time))
-    whole, rest = divmod(time, chunk)
+    whole, rest = time // chunk, time % chunk  # a length that is traced knows no divmod
     row = max(1, heads * chunk * max(features, values))  # numbers in a chunk of one row
     if total is None:
         apart = SPARSE * features * values // (2 * (features + values))  # tokens
