@@ -41,7 +41,9 @@ def make_writable(folder: Path, remedy: str = "choose another with --out") -> No
         probe.unlink()
     except OSError as error:
         if folder.exists() and not folder.is_dir():
-            raise UserError(f"the output folder {folder} is a file; {remedy}") from error
+            raise UserError(
+                f"the output folder {folder} cannot be written: it is a file; {remedy}"
+            ) from error
         raise UserError(
             f"the output folder {folder} cannot be written ({error.strerror or error}); {remedy}"
         ) from error

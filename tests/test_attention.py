@@ -380,7 +380,7 @@ def test_what_both_layers_refuse(kind: str, options: dict[str, Any], message: st
     [
         ({"feature_map": "cosine"}, r"feature_map='cosine' is unknown.*elu\+1, relu, favor\+"),
         ({"denominator": "l2"}, r"denominator='l2' is unknown.*unrotated, rotated, none"),
-        ({"decay": "falling"}, r"decay='falling' is unknown.*none, fixed, learned"),
+        ({"decay": "falling"}, r"decay='falling' is unknown.*none, fixed, retnet, learned"),
         ({"backend": "gpu-only"}, r"backend='gpu-only' is unknown.*auto, .*chunked"),
         ({"feature_map": "favor+", "features": 185}, r"width=185 must be an even.*use 186"),
         ({"feature_map": "elu+1", "features": 8}, r"'elu\+1' does not take.*features"),

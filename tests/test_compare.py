@@ -46,11 +46,16 @@ def test_every_arm_builds_runs_and_shares_initial_values(tiny: Settings) -> None
         model.initialize(3)
         assert bool(model(tokens).isfinite().all()), name
         for parameter, value in model.named_parameters():
-            # Feed-forward layers differ in width, and learned decays in where they start.
-            start = method.overrides["decay"] if parameter.endswith("attention.gate.bias") else ""
+            # Feed-forward layers differ in width, learned decays and the convolutions of selective
+            # rotations in where they start.
+            start: object = ""
+            if parameter.endswith("attention.gate.bias"):
+                start = method.overrides["decay"]
+            elif parameter.endswith("rotary.convolution.weight"):
+                start = "convolution=normal" in str(method.overrides["rotary_scaling"])
             same = reference.setdefault((parameter, value.shape, start), value.detach())
             assert torch.equal(same, value), (name, parameter)
-    assert len(METHODS) == 3 * 5 * 2 + 5 + 5 + 8 + 36
+    assert len(METHODS) == 3 * 5 * 2 + 5 + 5 + 8 + 37
 
 
 def test_unknown_arm_lists_the_known_ones() -> None:

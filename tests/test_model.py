@@ -699,7 +699,7 @@ def test_a_copy_is_equal_and_independent(kind: str) -> None:
         ({"feature_map": "relu-expand", "pairing": "half"}, r"use pairing='interleaved'"),
         ({"rotate": "x"}, r"rotate='x' is unknown.*after, before, none"),
         ({"denominator": "x"}, r"denominator='x' is unknown.*unrotated, rotated, none"),
-        ({"decay": "x"}, r"decay='x' is unknown.*none, fixed, learned"),
+        ({"decay": "x"}, r"decay='x' is unknown.*none, fixed, retnet, learned"),
         ({"pairing": "x"}, r"pairing='x' is unknown.*interleaved, half"),
         ({"backend": "x"}, r"backend='x' is unknown.*auto, "),
         ({"features": 185, "feature_map": "favor+"}, r"width=185 must be an even number.*use 186"),

@@ -650,7 +650,7 @@ def test_models_of_low_precision(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decay": "x"}, r"decay='x' is unknown.*none, fixed, learned"),
+        ({"decay": "x"}, r"decay='x' is unknown.*none, fixed, retnet, learned"),
         ({"decay": "learned:tau=3"}, r"decay 'learned' does not know the option tau.*first, last"),
         ({"decay": "learned:first"}, r"decay='learned:first' must be a text, NAME or NAME:OPTION"),
         ({"decay": "learned:first=4,first=5"}, r"decay='.*' must be a text.*each option once"),
