@@ -18,7 +18,7 @@ CLAIM = re.compile(r"(\d\.\d{3})(?:\s±\s(\d\.\d{3}))?")
 
 def published() -> dict[str, set[tuple[str, str]]]:
     """Of each arm, and of all under "": (mean, half of its interval or nothing), of tables, pairs
-    and final losses, three digits each."""
+    and final losses of single runs, three digits each."""
     found: dict[str, set[tuple[str, str]]] = {"": set()}
 
     def add(arm: str, mean: float, half: str = "") -> None:
@@ -35,6 +35,10 @@ def published() -> dict[str, set[tuple[str, str]]]:
                     add(
                         row["arm"], mean, "" if high in ("", "nan") else f"{float(high) - mean:.3f}"
                     )
+    for path in RESULTS.glob("*/runs.csv"):
+        for row in csv.DictReader(path.read_text().splitlines()):
+            if row["final"]:
+                add(row["arm"], float(row["final"]))
     for path in RESULTS.glob("*/metrics.csv"):
         last: dict[str, str] = {}
         for row in csv.DictReader(path.read_text().splitlines()):
